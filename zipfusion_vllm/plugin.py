@@ -1,0 +1,5 @@
+"""Entry point ``vllm.general_plugins``."""
+
+
+def register() -> None:
+    return
