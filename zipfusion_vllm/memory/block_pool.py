@@ -8,6 +8,7 @@ evicted; this class keeps the space behind the ids in step with it, and answers 
 
 import inspect
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ class ZipBlockPool(BlockPool):
     space: BlockSpaceManager
     _evictable: dict[int, None]
     """Ids of blocks without references that stay for prefix hits, least recently used first: the hashed ones of the free queue, in its order."""
+    _evicted: list[int]
+    """Ids of blocks that lost their place in the prefix cache within the running call, still to be released."""
     _new_pages: dict[int, None]
     _counts_ids: bool
 
@@ -50,6 +53,7 @@ class ZipBlockPool(BlockPool):
         pool.layout = layout
         pool.space = BlockSpaceManager(layout.num_pages, layout.num_chunks, layout.chunks_per_raw_page, num_ranks)
         pool._evictable = {}
+        pool._evicted = []
         pool._new_pages = {}
         pool._counts_ids = False
         return pool
@@ -84,6 +88,7 @@ class ZipBlockPool(BlockPool):
         blocks = super().get_new_blocks(num_blocks)
         if not blocks:
             return blocks
+        self._release_evicted()
         self._evict_until_free(num_blocks * self.layout.chunks_per_raw_page)
         new = {block.block_id: None for block in blocks}
         self.space.allocate(_ids(new))
@@ -114,12 +119,13 @@ class ZipBlockPool(BlockPool):
         evicted = super()._maybe_evict_cached_block(block)
         if block.block_id in self._evictable:
             del self._evictable[block.block_id]
-            self._release([block.block_id])
+            self._evicted.append(block.block_id)
         return evicted
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Blocks with references lose their hash alone, and so are released when the last reference goes."""
+        # Blocks with references lose their hash alone here, and are released when the last reference goes.
         super().evict_blocks(block_ids)
+        self._release_evicted()
 
     def reset_prefix_cache(self) -> bool:
         # The base wants to know whether all block ids are free, and asks by the count of free blocks.
@@ -141,13 +147,21 @@ class ZipBlockPool(BlockPool):
 
     def _evict_until_free(self, num_chunks: int) -> None:
         """Evict cached pages, least recently used first, until ``num_chunks`` chunks are free: a compact page frees less than a raw one takes."""
-        while self.space.num_free_chunks < num_chunks:
-            page = next(iter(self._evictable), None)
-            if page is None:
+        while (missing := num_chunks - self.space.num_free_chunks) > 0:
+            if not self._evictable:
                 raise SpaceError(
-                    f"{num_chunks} chunks were promised, and {self.space.num_free_chunks} are free with nothing to evict"
+                    f"{num_chunks} chunks were promised, {missing} of them are missing, and nothing is left to evict"
                 )
-            self._maybe_evict_cached_block(self.blocks[page])
+            num_candidates = 2 * (missing // self.layout.chunks_per_raw_page + 1)
+            candidates = list(islice(self._evictable, num_candidates))
+            freed = self.space.num_chunks_of(np.array(candidates, dtype=np.int32)).cumsum()
+            for page in candidates[: int(np.searchsorted(freed, missing)) + 1]:
+                self._maybe_evict_cached_block(self.blocks[page])
+            self._release_evicted()
+
+    def _release_evicted(self) -> None:
+        pages, self._evicted = self._evicted, []
+        self._release(pages)
 
     def _release(self, pages: list[int]) -> None:
         if not pages:
