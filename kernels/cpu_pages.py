@@ -23,6 +23,9 @@ from zipfusion_vllm.format import (
     RAW_BLOCK_BYTES,
     UNIT_BYTES,
 )
+from zipfusion_vllm.patches import llvmlite_attributes
+
+llvmlite_attributes.apply()
 
 _jit = numba.njit(cache=True, nogil=True, error_model="numpy", boundscheck=False)
 _parallel = numba.njit(cache=True, nogil=True, error_model="numpy", boundscheck=False, parallel=True)

@@ -8,7 +8,7 @@ be. Knows no scheduler: it is told which chunks a page owns.
 import numpy as np
 import torch
 
-from zipfusion_vllm.format import RAW_BASE, START_BYTES, UNIT_BYTES
+from zipfusion_vllm.format import RAW_BASE, START_BYTES
 from zipfusion_vllm.kernels import cpu_pages
 from zipfusion_vllm.memory.layout import SCRATCH_CHUNK, ArenaLayout
 from zipfusion_vllm.memory.packing import pack_pages
@@ -44,6 +44,7 @@ class PageStore:
         self.generation = np.zeros(layout.num_pages, dtype=np.uint32)
         self.starts[...] = SCRATCH_CHUNK * layout.chunk_units
         self.bases[...] = RAW_BASE
+        self._load_kernels()
 
     def place(self, pages: np.ndarray, generations: np.ndarray, chunks: np.ndarray) -> None:
         """Make ``pages`` (int32 [n]) raw pages in ``chunks`` (int32 [n, chunks per raw page]) and remember their generations."""
@@ -121,6 +122,18 @@ class PageStore:
         cpu_pages.encode_pages(self._chunks, self.starts, self.bases, pages, bases, starts.astype(np.uint32))
         return counts.astype(np.int32), bases.size - int(raw_blocks.sum())
 
+    def _load_kernels(self) -> None:
+        """Compile the kernels, or load them from numba's cache, now and not in the first request: 15 s on a new machine."""
+        shape = self.layout.shape
+        nothing = torch.empty(0, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
+        no_pages = np.empty(0, dtype=np.int64)
+        self.write(0, torch.empty(0, dtype=torch.int64), nothing, nothing)
+        self.restore(0, no_pages, no_pages, no_pages, nothing, nothing)
+        bases = np.empty((0, shape.regions_per_page, shape.blocks_per_region), dtype=np.uint8)
+        cpu_pages.measure_pages(self._chunks, self.starts, no_pages, bases)
+        new_starts = np.empty((0, shape.regions_per_page), dtype=np.uint32)
+        cpu_pages.encode_pages(self._chunks, self.starts, self.bases, no_pages, bases, new_starts)
+
     def _set_starts(self, pages: np.ndarray, starts: np.ndarray) -> None:
         """Table starts of ``pages`` from [n, regions]."""
         self.starts[self._region_layer[None], pages[:, None], self._region_head[None], self._region_kind[None]] = starts
@@ -136,5 +149,3 @@ def _bits(values: torch.Tensor) -> np.ndarray:
     """uint16 view of contiguous bfloat16 values."""
     return values.contiguous().view(torch.int16).numpy().view(np.uint16)
 
-
-__all__ = ["COMPACTION_WAVE", "UNIT_BYTES", "PageStore", "arena_of"]

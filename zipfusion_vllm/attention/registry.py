@@ -5,15 +5,16 @@ live in one process.
 """
 
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from zipfusion_vllm.attention.page_store import PageStore
+if TYPE_CHECKING:
+    from zipfusion_vllm.attention.page_store import PageStore
 
 
 class _Entry(NamedTuple):
-    store: PageStore
+    store: "PageStore"
     layer_index: dict[str, int]
     owner: Any
     """Weak reference to the connector that registered it: a dead owner's address may be another's now."""
@@ -22,7 +23,7 @@ class _Entry(NamedTuple):
 _stores: dict[int, _Entry] = {}
 
 
-def register_store(kv_cache: torch.Tensor, store: PageStore, layer_names: list[str], owner: object) -> None:
+def register_store(kv_cache: torch.Tensor, store: "PageStore", layer_names: list[str], owner: object) -> None:
     """Make ``store`` the home of the layers that share the storage of ``kv_cache``, for as long as ``owner`` lives."""
     for address in [address for address, entry in _stores.items() if entry.owner() is None]:
         del _stores[address]
@@ -30,7 +31,7 @@ def register_store(kv_cache: torch.Tensor, store: PageStore, layer_names: list[s
     _stores[kv_cache.untyped_storage().data_ptr()] = _Entry(store, index, weakref.ref(owner))
 
 
-def store_of(kv_cache: torch.Tensor, layer: Any) -> tuple[PageStore, int]:
+def store_of(kv_cache: torch.Tensor, layer: Any) -> tuple["PageStore", int]:
     """The store and the index in it of ``layer``. Raises RuntimeError if the connector has not registered the arena."""
     entry = _stores.get(kv_cache.untyped_storage().data_ptr())
     if entry is None:

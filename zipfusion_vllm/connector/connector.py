@@ -20,25 +20,24 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from zipfusion_vllm.attention.page_store import PageStore, arena_of
 from zipfusion_vllm.attention.registry import register_store
 from zipfusion_vllm.attention.spec import ZipFullAttentionSpec
 from zipfusion_vllm.config import ZipFusionConfig
 from zipfusion_vllm.connector.messages import StepAnswers, StepCommands
 from zipfusion_vllm.connector.scheduler import SchedulerHalf
-from zipfusion_vllm.connector.worker import WorkerHalf
 from zipfusion_vllm.memory.manager import ZipFullAttentionManager
 from zipfusion_vllm.metrics import ZipFusionKVStats, ZipFusionPromMetrics
 from zipfusion_vllm.support import check_kv_cache_config
 
 if TYPE_CHECKING:
+    from zipfusion_vllm.connector.worker import WorkerHalf
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's logger, so that its settings apply
 
 
 class ZipFusionConnector(KVConnectorBase_V1, SupportsHMA):
@@ -51,7 +50,7 @@ class ZipFusionConnector(KVConnectorBase_V1, SupportsHMA):
         self._spec = spec
         self._layout = spec.arena_layout(kv_cache_config.num_blocks)
         self._scheduler_half: SchedulerHalf | None = None
-        self._worker_half: WorkerHalf | None = None
+        self._worker_half: "WorkerHalf | None" = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -106,6 +105,10 @@ class ZipFusionConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        # Not at the top: the scheduler's and the front-end's processes need no kernels.
+        from zipfusion_vllm.attention.page_store import PageStore, arena_of
+        from zipfusion_vllm.connector.worker import WorkerHalf
+
         if len(kv_caches) != self._spec.num_layers:
             raise RuntimeError(
                 f"ZIPFUSION planned {self._spec.num_layers} attention layers in one arena and vLLM made {len(kv_caches)}: "

@@ -16,9 +16,10 @@ from zipfusion_vllm.config import ZipFusionConfig
 from zipfusion_vllm.connector.messages import Audit, CompactionBatch, Placement, StepAnswers, StepCommands
 from zipfusion_vllm.format import PAGE_TOKENS
 from zipfusion_vllm.memory.manager import ZipFullAttentionManager
+from zipfusion_vllm.memory.space import SpaceError
 from zipfusion_vllm.metrics import StepRecorder
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's logger, so that its settings apply
 
 LOST_AFTER_STEPS = 256
 """A batch without an answer for so many steps is given up: its pages stay raw, and an idle engine may rest. Answers come 0 to 3 steps late."""
@@ -100,10 +101,12 @@ class SchedulerHalf:
                 del self._outstanding[answer.batch]
             self._space.answer(answer.rank, entry.batch.pages, entry.batch.generations, answer.num_chunks)
             self.recorder.add_measured(answer.num_blocks, answer.num_eligible)
+        for fault in self._space.take_faults():
+            self._report(fault)
         if self._config.check:
             try:
                 self._space.check()
-            except AssertionError as error:
+            except SpaceError as error:
                 self._report(str(error))
 
     def _placement(self) -> Placement | None:
