@@ -44,7 +44,11 @@ def eligible_counts() -> list[EligibleCount]:
     with open(DATA / "sample_eligible.csv", newline="") as file:
         return [
             EligibleCount(
-                row["file"].split(".")[1], row["kind"], LAYERS.index(int(row["layer"])), int(row["blocks"]), int(row["eligible"])
+                row["file"].split(".")[1],
+                row["kind"],
+                LAYERS.index(int(row["layer"])),
+                int(row["blocks"]),
+                int(row["eligible"]),
             )
             for row in csv.DictReader(file)
         ]
@@ -59,7 +63,9 @@ def eligible_blocks(high: np.ndarray) -> np.ndarray:
 
 def sampled_blocks() -> np.ndarray:
     """bool [regions, 2]: which blocks of the regions of all samples are eligible."""
-    regions = [eligible_blocks(high_bytes(text, kind)).reshape(-1, HEAD_DIM // BLOCK_DIMS) for text in TEXTS for kind in "KV"]
+    regions = [
+        eligible_blocks(high_bytes(text, kind)).reshape(-1, HEAD_DIM // BLOCK_DIMS) for text in TEXTS for kind in "KV"
+    ]
     return np.concatenate(regions)
 
 

@@ -215,7 +215,7 @@ class BlockSpaceManager:
             )
         times = np.bincount(chunks, minlength=FIRST_CHUNK + self.num_usable_chunks)[FIRST_CHUNK:]
         if (times != 1).any():
-            chunk = int(np.flatnonzero(times != 1)[0]) + FIRST_CHUNK
+            chunk = int(times.argmax() if times.max() > 1 else times.argmin()) + FIRST_CHUNK
             holders = " and ".join(_holder(page) for page in owners[chunks == chunk]) or "nobody"
             raise SpaceError(f"chunk {chunk} is held by {holders}: every chunk has one holder")
         self._check_states()
