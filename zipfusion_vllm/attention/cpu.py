@@ -47,6 +47,27 @@ class ZipCPUAttentionBackend(CPUAttentionBackend):
         return ZipCPUMetadataBuilder
 
 
+class Workspace:
+    """The restored K and V of one layer at a time: grown when a batch needs more, and used again by every layer and step.
+
+    Memory that is asked for anew in every layer costs more time than what is done in it: the system clears each page.
+    """
+
+    def __init__(self, num_kv_heads: int, head_dim: int) -> None:
+        self._row = (num_kv_heads, head_dim)
+        self._block = (num_kv_heads, 2 * WORKSPACE_BLOCK, head_dim)
+        self._dense = torch.empty(2, 0, *self._row, dtype=torch.bfloat16)
+        self._cache = torch.empty(0, *self._block, dtype=torch.bfloat16)
+
+    def take(self, num_tokens: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """bfloat16 [2, num_tokens, heads, head_dim] and [num_blocks, heads, 2 * WORKSPACE_BLOCK, head_dim], with whatever was in them."""
+        if self._dense.shape[1] < num_tokens:
+            self._dense = torch.empty(2, num_tokens * 5 // 4, *self._row, dtype=torch.bfloat16)
+        if len(self._cache) < num_blocks:
+            self._cache = torch.empty(num_blocks * 5 // 4 + 1, *self._block, dtype=torch.bfloat16)
+        return self._dense[:, :num_tokens], self._cache[:num_blocks]
+
+
 @dataclass
 class ZipCPUAttentionMetadata:
     """The plan of one step, the same for all layers."""
@@ -68,6 +89,9 @@ class ZipCPUAttentionMetadata:
     workspace_table: torch.Tensor
     """int32 [requests, blocks]: block table of the workspace."""
     num_workspace_blocks: int
+    last_blocks: torch.Tensor
+    """int64 [requests]: workspace block of each sequence's last tokens."""
+    workspace: Workspace
     scheduler_metadata: torch.Tensor
     """vLLM's work split of its CPU attention kernel."""
     isa: str
@@ -83,6 +107,7 @@ class ZipCPUMetadataBuilder(AttentionMetadataBuilder[ZipCPUAttentionMetadata]):
         self.head_dim = kv_cache_spec.head_size
         self.dtype = kv_cache_spec.dtype
         self.isa = _get_attn_isa(self.dtype, WORKSPACE_BLOCK, self.head_dim)
+        self.workspace = Workspace(self.num_kv_heads, self.head_dim)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -109,6 +134,8 @@ class ZipCPUMetadataBuilder(AttentionMetadataBuilder[ZipCPUAttentionMetadata]):
             workspace_slots=torch.from_numpy(first_block[token_sequence] * WORKSPACE_BLOCK + token_index),
             workspace_table=torch.from_numpy(np.minimum(table, max(int(first_block[-1]) - 1, 0)).astype(np.int32)),
             num_workspace_blocks=int(first_block[-1]),
+            last_blocks=torch.from_numpy(first_block[1:][lengths > 0] - 1),
+            workspace=self.workspace,
             scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
                 num_reqs=common.num_reqs,
                 num_heads=self.num_heads,
@@ -195,11 +222,10 @@ class ZipCPUAttentionImpl(CPUAttentionBackendImpl):
         self, store: PageStore, layer: int, plan: ZipCPUAttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer of the whole batch, in the block layout that vLLM's CPU kernel reads."""
-        dense = torch.empty(2, len(plan.workspace_slots), self.num_kv_heads, self.head_size, dtype=torch.bfloat16)
+        dense, cache = plan.workspace.take(len(plan.workspace_slots), max(plan.num_workspace_blocks, 1))
         store.restore(layer, plan.pages, plan.first_token, plan.num_tokens, dense[0], dense[1])
-        # Zeros, not empty: the kernel reads the unused slots of a sequence's last block, and 0 x NaN is NaN.
-        blocks = max(plan.num_workspace_blocks, 1)
-        cache = torch.zeros(blocks, self.num_kv_heads, 2 * WORKSPACE_BLOCK, self.head_size, dtype=torch.bfloat16)
+        # The kernel reads the unused slots of a sequence's last block too, and 0 x NaN is NaN.
+        cache[plan.last_blocks] = 0
         key_cache, value_cache = cache.chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(
             dense[0], dense[1], key_cache, value_cache, plan.workspace_slots, plan.isa, k_scale=1.0, v_scale=1.0
