@@ -13,12 +13,14 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
 
+from zipfusion_vllm.patches.errors import PatchError
+
 _MARKER = "_zipfusion_original"
 _ATTRIBUTE = "connector_prefix_cache_stats"
 
 
 def apply() -> None:
-    """Wrap ``Scheduler.make_stats`` once. Raises RuntimeError when vLLM's scheduler no longer looks as this patch expects."""
+    """Wrap ``Scheduler.make_stats`` once. Raises PatchError when vLLM's scheduler no longer looks as this patch expects."""
     original = Scheduler.make_stats
     if hasattr(original, _MARKER):
         return
@@ -38,11 +40,11 @@ def apply() -> None:
 
 
 def check_target(scheduler_cls: type) -> None:
-    """Raise RuntimeError unless ``scheduler_cls.make_stats`` and the statistics it sends are those that this patch was written for."""
+    """Raise PatchError unless ``scheduler_cls.make_stats`` and the statistics it sends are those that this patch was written for."""
     parameters = list(inspect.signature(scheduler_cls.make_stats).parameters)  # type: ignore[attr-defined]
     source = inspect.getsource(scheduler_cls.__init__)  # type: ignore[misc]
     if parameters[:1] != ["self"] or "kv_connector_stats" not in parameters or f"self.{_ATTRIBUTE}" not in source:
-        raise RuntimeError(
+        raise PatchError(
             "ZIPFUSION cannot patch Scheduler.make_stats of this vLLM: it changed; install a vLLM in the tested range, or a newer zipfusion-vllm."
         )
 

@@ -139,7 +139,9 @@ def decode_regions(payloads: torch.Tensor, bases: torch.Tensor, kind: Kind, head
     for block in range(num_blocks):
         base = bases[:, block]
         compact = base != RAW_BASE
-        low = payloads[torch.arange(n, device=device)[:, None], offset[:, None] + torch.arange(LOW_BYTES, device=device)]
+        low = payloads[
+            torch.arange(n, device=device)[:, None], offset[:, None] + torch.arange(LOW_BYTES, device=device)
+        ]
         high = torch.empty((n, BLOCK_VALUES), dtype=torch.uint8, device=device)
         for is_compact in (True, False):
             rows = (compact == is_compact).nonzero()[:, 0]

@@ -1,5 +1,72 @@
-"""Entry point ``vllm.general_plugins``."""
+"""Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every process that it starts.
+
+Without a request for ZIPFUSION it changes nothing but to look, when engine arguments become a config, whether one is there
+(``patches/engine_args.py``). The request is the environment variable VLLM_ATTENTION_BACKEND=ZIPFUSION: where it came as an argument, the patch sets
+the variable, so that the processes of the engine, which inherit it, know before they see any config.
+"""
+
+import os
+
+from zipfusion_vllm import compat
+
+ENV_VARIABLE = "VLLM_ATTENTION_BACKEND"
+"""vLLM no longer reads it: this package makes it work, for ZIPFUSION alone."""
+BACKEND_NAME = "ZIPFUSION"
+CPU_BACKEND = "zipfusion_vllm.attention.cpu.ZipCPUAttentionBackend"
 
 
 def register() -> None:
-    return
+    """Called by vLLM, more than once in some processes. Raises VllmVersionError when ZIPFUSION is asked for with a vLLM out of range."""
+    requested = is_requested_by_env()
+    try:
+        compat.check_vllm_version()
+        from zipfusion_vllm.patches import engine_args
+
+        engine_args.apply()
+    except (compat.VllmVersionError, engine_args_error()):
+        if requested:
+            raise
+        return
+    if requested:
+        activate()
+
+
+def is_requested_by_env() -> bool:
+    return os.environ.get(ENV_VARIABLE, "").upper() == BACKEND_NAME
+
+
+def activate() -> None:
+    """Put ZIPFUSION's backend, spec and patches in place in this process. May be called again."""
+    import vllm.envs
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from zipfusion_vllm.patches import scheduler_stats
+
+    # Known to vLLM, the variable gives no warning, nor an error under --fail-on-environ-validation.
+    vllm.envs.environment_variables.setdefault(ENV_VARIABLE, lambda: os.environ.get(ENV_VARIABLE))
+    scheduler_stats.apply()
+    if current_platform.is_cpu():
+        # The CPU platform takes its own backend whatever is asked for, so ours stands in for it.
+        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+        _forget_chosen_backends()
+
+
+def deactivate() -> None:
+    """Give this process stock vLLM's backend back: for an engine without ZIPFUSION after one with it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    _forget_chosen_backends()
+
+
+def engine_args_error() -> type[Exception]:
+    from zipfusion_vllm.patches.errors import PatchError
+
+    return PatchError
+
+
+def _forget_chosen_backends() -> None:
+    from vllm.v1.attention import selector
+
+    selector._cached_get_attn_backend.cache_clear()

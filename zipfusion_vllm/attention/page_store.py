@@ -77,7 +77,14 @@ class PageStore:
         Page i fills the rows ``first_token[i] : first_token[i] + num_tokens[i]`` (int64 arrays).
         """
         cpu_pages.restore_pages(
-            self._chunks, self.starts[layer], self.bases[layer], pages, first_token, num_tokens, _bits(key), _bits(value)
+            self._chunks,
+            self.starts[layer],
+            self.bases[layer],
+            pages,
+            first_token,
+            num_tokens,
+            _bits(key),
+            _bits(value),
         )
 
     def compact(self, pages: np.ndarray) -> tuple[np.ndarray, int]:
@@ -148,4 +155,3 @@ def arena_of(kv_cache: torch.Tensor) -> torch.Tensor:
 def _bits(values: torch.Tensor) -> np.ndarray:
     """uint16 view of contiguous bfloat16 values."""
     return values.contiguous().view(torch.int16).numpy().view(np.uint16)
-

@@ -7,7 +7,14 @@ the page store and the messages, no scheduler.
 import numpy as np
 
 from zipfusion_vllm.attention.page_store import PageStore
-from zipfusion_vllm.connector.messages import Audit, CompactionAnswer, CompactionBatch, Placement, StepAnswers, StepCommands
+from zipfusion_vllm.connector.messages import (
+    Audit,
+    CompactionAnswer,
+    CompactionBatch,
+    Placement,
+    StepAnswers,
+    StepCommands,
+)
 
 
 class WorkerHalf:
@@ -58,6 +65,10 @@ class WorkerHalf:
         stale = store.generation[audit.pages] != audit.generations
         moved = ((store.own[audit.pages] != audit.chunks) & kept).any(1)
         for page in audit.pages[stale | moved]:
-            self._breaches.append(f"page {page} on rank {self._rank}: its chunks or generation differ from the manager's")
+            self._breaches.append(
+                f"page {page} on rank {self._rank}: its chunks or generation differ from the manager's"
+            )
         for page in store.check(audit.pages, audit.num_chunks):
-            self._breaches.append(f"page {page} on rank {self._rank}: a region lies outside the page's chunks or over another")
+            self._breaches.append(
+                f"page {page} on rank {self._rank}: a region lies outside the page's chunks or over another"
+            )
