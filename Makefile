@@ -18,7 +18,7 @@ help:
 	@echo 'make clean      remove environments and caches'
 
 demo: env model
-	@$(RUN) examples/demo.py $(DEMO)
+	@$(RUN) -m benchmarks.demo $(DEMO)
 
 test: dev model
 	@$(MAKE) --no-print-directory lint types

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, help="folder of the environment (default: .venv, or .venv-gpu)")
     parser.add_argument("--dev", action="store_true", help="with the tools that `make test` uses")
     options = parser.parse_args()
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  (this script is run by whatever Python there is)
         sys.exit(
             f"make_env: Python >= 3.11 is needed, and this is {sys.version.split()[0]}: run `make PYTHON=python3.11 ...`"
         )
