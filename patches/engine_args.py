@@ -72,7 +72,7 @@ def _take_request(args: Any) -> bool:
     """Whether ``args`` or the environment ask for ZIPFUSION; leaves this process and its children in the state that fits."""
     global _variable_set_by_us
     if _variable_set_by_us:
-        del os.environ[plugin.ENV_VARIABLE]
+        os.environ.pop(plugin.ENV_VARIABLE, None)
         _variable_set_by_us = False
     by_argument = str(args.attention_backend).upper() == plugin.BACKEND_NAME
     by_env = plugin.is_requested_by_env()

@@ -8,6 +8,7 @@ the variable, so that the processes of the engine, which inherit it, know before
 import os
 
 from zipfusion_vllm import compat
+from zipfusion_vllm.patches.errors import PatchError
 
 ENV_VARIABLE = "VLLM_ATTENTION_BACKEND"
 """vLLM no longer reads it: this package makes it work, for ZIPFUSION alone."""
@@ -23,7 +24,7 @@ def register() -> None:
         from zipfusion_vllm.patches import engine_args
 
         engine_args.apply()
-    except (compat.VllmVersionError, engine_args_error()):
+    except (compat.VllmVersionError, PatchError):
         if requested:
             raise
         return
@@ -58,12 +59,6 @@ def deactivate() -> None:
 
     AttentionBackendEnum.CPU_ATTN.clear_override()
     _forget_chosen_backends()
-
-
-def engine_args_error() -> type[Exception]:
-    from zipfusion_vllm.patches.errors import PatchError
-
-    return PatchError
 
 
 def _forget_chosen_backends() -> None:

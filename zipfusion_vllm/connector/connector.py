@@ -30,12 +30,13 @@ from zipfusion_vllm.metrics import ZipFusionKVStats, ZipFusionPromMetrics
 from zipfusion_vllm.support import check_kv_cache_config
 
 if TYPE_CHECKING:
-    from zipfusion_vllm.connector.worker import WorkerHalf
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from zipfusion_vllm.connector.worker import WorkerHalf
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's logger, so that its settings apply
 
@@ -50,7 +51,7 @@ class ZipFusionConnector(KVConnectorBase_V1, SupportsHMA):
         self._spec = spec
         self._layout = spec.arena_layout(kv_cache_config.num_blocks)
         self._scheduler_half: SchedulerHalf | None = None
-        self._worker_half: "WorkerHalf | None" = None
+        self._worker_half: WorkerHalf | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
