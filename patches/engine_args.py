@@ -3,50 +3,57 @@
 Target: ``vllm.engine.arg_utils.EngineArgs.create_engine_config`` (0.32, 0.33).
 Reason: vLLM no longer reads VLLM_ATTENTION_BACKEND, ``--attention-backend`` takes only names of its own, and a plugin has no hook that sees
 the engine's arguments; backend, block size and connector must be set together.
-Guard: signature and fields are checked when the patch is applied; without a request the original is called as it is.
+Guard: signature and fields are checked when the patch is applied, and a misfit refuses every request; without a request the original is called
+as it is.
 """
 
 import functools
 import inspect
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.usage.usage_lib import UsageContext
 
 from zipfusion_vllm import compat, plugin
 from zipfusion_vllm.config import CONFIG_KEY, ConfigError, ZipFusionConfig
 from zipfusion_vllm.format import PAGE_TOKENS
 from zipfusion_vllm.patches.errors import PatchError
-from zipfusion_vllm.support import UnsupportedError, check_vllm_config
+from zipfusion_vllm.support import UnsupportedError, check_arena, check_engine_args, check_vllm_config
 
 _MARKER = "_zipfusion_original"
 _PARAMETERS = ("self", "usage_context", "headless")
 _FIELDS = ("attention_backend", "attention_config", "block_size", "kv_transfer_config", "additional_config")
 
 _variable_set_by_us = False
+_activated = False
 
 
 def apply() -> None:
-    """Wrap ``EngineArgs.create_engine_config`` once. Raises PatchError when vLLM's engine arguments no longer look as this patch expects."""
+    """Wrap ``EngineArgs.create_engine_config`` once. Where vLLM changed too much for it, the wrapper raises PatchError for every request."""
     original = EngineArgs.create_engine_config
     if hasattr(original, _MARKER):
         return
-    check_target(EngineArgs)
+    misfit = find_misfit(EngineArgs)
 
     @functools.wraps(original)
-    def create_engine_config(self: Any, usage_context: UsageContext | None = None, headless: bool = False) -> Any:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _take_request(self):
-            return original(self, usage_context, headless)
+            return original(self, *args, **kwargs)
         try:
-            _write_request(self)
-            vllm_config = original(self, usage_context, headless)
+            compat.check_vllm_version()
+            if misfit is not None:
+                raise misfit
+            with _request_written(self):
+                vllm_config = original(self, *args, **kwargs)
             check_vllm_config(vllm_config)
-        except (UnsupportedError, ConfigError, compat.VllmVersionError) as error:
-            if usage_context is UsageContext.OPENAI_API_SERVER:
+            check_arena(vllm_config)
+        except (UnsupportedError, ConfigError, PatchError, compat.VllmVersionError) as error:
+            usage_context = args[0] if args else kwargs.get("usage_context")
+            if getattr(usage_context, "name", None) == "OPENAI_API_SERVER":
                 # `vllm serve`: the sentence, without a trace through vLLM.
                 sys.exit(f"vllm serve: error: {error}")
             raise
@@ -56,29 +63,32 @@ def apply() -> None:
     EngineArgs.create_engine_config = create_engine_config
 
 
-def check_target(engine_args_cls: type) -> None:
-    """Raise PatchError unless ``engine_args_cls`` has the method and fields that this patch was written for."""
+def find_misfit(engine_args_cls: type) -> PatchError | None:
+    """The error to raise if ``engine_args_cls`` lacks the method and fields that this patch was written for."""
     method = getattr(engine_args_cls, "create_engine_config", None)
     parameters = tuple(inspect.signature(method).parameters) if method is not None else ()
-    names = {field.name for field in fields(engine_args_cls)}
-    if parameters != _PARAMETERS or not names.issuperset(_FIELDS):
-        raise PatchError(
-            "ZIPFUSION cannot patch EngineArgs.create_engine_config of this vLLM: it changed; install a vLLM in the tested range "
-            f"({compat.TESTED_RANGE}), or a newer zipfusion-vllm."
-        )
+    missing = set(_FIELDS) - {field.name for field in fields(engine_args_cls)}
+    if parameters == _PARAMETERS and not missing:
+        return None
+    found = f"it takes {parameters}" if parameters != _PARAMETERS else f"{', '.join(sorted(missing))} is gone"
+    return PatchError(
+        f"ZIPFUSION cannot patch EngineArgs.create_engine_config of this vLLM, {found}: install a vLLM in the tested range "
+        f"({compat.TESTED_RANGE}), or a newer zipfusion-vllm."
+    )
 
 
 def _take_request(args: Any) -> bool:
     """Whether ``args`` or the environment ask for ZIPFUSION; leaves this process and its children in the state that fits."""
-    global _variable_set_by_us
+    global _activated, _variable_set_by_us
     if _variable_set_by_us:
         os.environ.pop(plugin.ENV_VARIABLE, None)
         _variable_set_by_us = False
-    by_argument = str(args.attention_backend).upper() == plugin.BACKEND_NAME
+    by_argument = _name_of(getattr(args, "attention_backend", None)) == plugin.BACKEND_NAME
     by_env = plugin.is_requested_by_env()
     if not (by_argument or by_env):
         if _activated:
             plugin.deactivate()
+            _activated = False
         return False
     if by_argument and not by_env:
         os.environ[plugin.ENV_VARIABLE] = plugin.BACKEND_NAME
@@ -86,30 +96,22 @@ def _take_request(args: Any) -> bool:
     return True
 
 
-_activated = False
+@contextmanager
+def _request_written(args: Any) -> Iterator[None]:
+    """Put ZIPFUSION into engine arguments that ask for it, for as long as the config is made: arguments may be used again.
 
-
-def _write_request(args: Any) -> None:
-    """Put ZIPFUSION into engine arguments that ask for it. Raises UnsupportedError, ConfigError or VllmVersionError."""
+    Raises UnsupportedError or ConfigError for what shows in the arguments already.
+    """
     global _activated
-    compat.check_vllm_version()
-    backend = args.attention_backend
-    configured = getattr(args.attention_config, "backend", None)
-    for name in (backend, configured):
-        if name is not None and str(getattr(name, "name", name)).upper() not in (plugin.BACKEND_NAME, "AUTO"):
-            raise UnsupportedError(
-                f"{plugin.ENV_VARIABLE} asks for ZIPFUSION and the arguments for attention backend {getattr(name, 'name', name)}: drop one of them."
-            )
-    if args.block_size not in (None, PAGE_TOKENS):
-        raise UnsupportedError(
-            f"ZIPFUSION's pages have {PAGE_TOKENS} tokens, and --block-size {args.block_size} was given: leave it unset or at {PAGE_TOKENS}."
-        )
-    if args.kv_transfer_config is not None and args.kv_transfer_config.kv_connector != "ZipFusionConnector":
-        raise UnsupportedError(
-            f"ZIPFUSION does not support other KV connectors, and {args.kv_transfer_config.kv_connector} was given: they read raw pages by block "
-            "id; drop --kv-transfer-config."
-        )
+    from vllm.config import KVTransferConfig
+
+    _check_no_other_backend(args)
+    check_engine_args(args)
     options = ZipFusionConfig.from_env(os.environ)
+    plugin.activate()
+    _activated = True
+    before = {name: getattr(args, name) for name in _FIELDS}
+    # No name: the CPU platform takes its own backend whatever it is, and says in the log that it cannot use ours.
     args.attention_backend = None
     args.block_size = PAGE_TOKENS
     args.kv_transfer_config = KVTransferConfig(
@@ -119,5 +121,22 @@ def _write_request(args: Any) -> None:
         kv_role="kv_producer",
     )
     args.additional_config = {**(args.additional_config or {}), CONFIG_KEY: options.to_dict()}
-    plugin.activate()
-    _activated = True
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(args, name, value)
+
+
+def _check_no_other_backend(args: Any) -> None:
+    for backend in (args.attention_backend, getattr(args.attention_config, "backend", None)):
+        name = _name_of(backend)
+        if name not in (None, "AUTO", plugin.BACKEND_NAME):
+            raise UnsupportedError(
+                f"{plugin.ENV_VARIABLE} asks for {plugin.BACKEND_NAME} and the arguments for attention backend {name}: drop one of them."
+            )
+
+
+def _name_of(backend: Any) -> str | None:
+    """Upper-case name of an attention backend given as a string or as a member of vLLM's enumeration."""
+    return None if backend is None else str(getattr(backend, "name", backend)).upper()

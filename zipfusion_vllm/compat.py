@@ -1,6 +1,6 @@
 """The versions of vLLM that ZIPFUSION was tested with. What differs between them belongs here."""
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 TESTED_FROM = Version("0.32.0")
 TESTED_BELOW = Version("0.34")
@@ -22,7 +22,24 @@ def check_vllm_version(version: str | None = None) -> None:
             ) from None
         # Not importlib.metadata: the CPU build is a distribution of another name.
         version = vllm.__version__
-    if not TESTED_FROM <= Version(Version(version).base_version) < TESTED_BELOW:
+    if not _in_range(version):
         raise VllmVersionError(
             f"ZIPFUSION was tested with vLLM {TESTED_RANGE}, and {version} is installed: install a vLLM in that range, or a zipfusion-vllm for it."
         )
+
+
+def is_tested() -> bool:
+    """Whether the installed vLLM lies in ``TESTED_RANGE``."""
+    try:
+        check_vllm_version()
+    except VllmVersionError:
+        return False
+    return True
+
+
+def _in_range(version: str) -> bool:
+    try:
+        # Development and local builds (0.33.1.dev5+g1234, 0.32.0+cpu) count as the release they are named after.
+        return TESTED_FROM <= Version(Version(version).base_version) < TESTED_BELOW
+    except InvalidVersion:
+        return False

@@ -81,7 +81,9 @@ class StepRecorder:
         self.num_eligible = 0
         self.totals = dict.fromkeys(COUNTS, 0)
         self._told = dict.fromkeys(COUNTS, 0)
-        self._levels: dict[str, float] = {}
+        self.levels: dict[str, float] = {}
+        self.mean_compact_chunks = 0.0
+        """Chunks of a compact page, mean of those stored now; the last known while there is none."""
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to one of the counts in METRICS."""
@@ -106,28 +108,29 @@ class StepRecorder:
         layout = self._layout
         table_share = layout.shape.table_page_bytes / PAGE_TOKENS
         chunk_share = layout.chunk_bytes / PAGE_TOKENS
-        mean_chunks = compact_chunks / compact_pages if compact_pages else 0.0
-        self._levels = {
+        if compact_pages:
+            self.mean_compact_chunks = compact_chunks / compact_pages
+        self.levels = {
             "resident_tokens": resident_tokens,
-            "peak_resident_tokens": max(resident_tokens, self._levels.get("peak_resident_tokens", 0)),
+            "peak_resident_tokens": max(resident_tokens, self.levels.get("peak_resident_tokens", 0)),
             "running": running,
-            "peak_running": max(running, self._levels.get("peak_running", 0)),
+            "peak_running": max(running, self.levels.get("peak_running", 0)),
             "compact_pages": compact_pages,
             "used_chunks": used_chunks,
             "num_chunks": layout.num_usable_chunks,
             "outstanding_batches": outstanding_batches,
             "bytes_per_token_raw": layout.chunks_per_raw_page * chunk_share + table_share,
-            "bytes_per_token": mean_chunks * chunk_share + table_share if compact_pages else 0.0,
+            "bytes_per_token": self.mean_compact_chunks * chunk_share + table_share if compact_pages else 0.0,
             "eligible_share": self.num_eligible / self.num_blocks if self.num_blocks else 0.0,
         }
 
     def take(self) -> ZipFusionKVStats | None:
         """The metrics to send to the front-end now, or None before the first step."""
-        if not self._levels:
+        if not self.levels:
             return None
         counts = {name: self.totals[name] - self._told[name] for name in COUNTS}
         self._told = dict(self.totals)
-        return ZipFusionKVStats({**self._levels, **counts})
+        return ZipFusionKVStats({**self.levels, **counts})
 
 
 class ZipFusionPromMetrics(KVConnectorPromMetrics):

@@ -5,6 +5,7 @@ Without a request for ZIPFUSION it changes nothing but to look, when engine argu
 the variable, so that the processes of the engine, which inherit it, know before they see any config.
 """
 
+import logging
 import os
 
 from zipfusion_vllm import compat
@@ -15,21 +16,32 @@ ENV_VARIABLE = "VLLM_ATTENTION_BACKEND"
 BACKEND_NAME = "ZIPFUSION"
 CPU_BACKEND = "zipfusion_vllm.attention.cpu.ZipCPUAttentionBackend"
 
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, so that its settings apply
+
 
 def register() -> None:
-    """Called by vLLM, more than once in some processes. Raises VllmVersionError when ZIPFUSION is asked for with a vLLM out of range."""
+    """Called by vLLM, more than once in some processes. Raises PatchError if this vLLM cannot be patched and ZIPFUSION was asked for.
+
+    A vLLM out of the tested range is refused later, when an engine asks for ZIPFUSION: as arguments may, which are not known yet.
+    """
     requested = is_requested_by_env()
     try:
-        compat.check_vllm_version()
+        # Imports vLLM, and so may fail on versions that nobody has seen yet: of no concern to those who did not ask.
         from zipfusion_vllm.patches import engine_args
 
         engine_args.apply()
-    except (compat.VllmVersionError, PatchError):
-        if requested:
+        if requested and compat.is_tested():
+            activate()
+    except Exception as error:
+        if not requested:
+            logger.debug("ZIPFUSION stays out of this vLLM: %s", error)
+            return
+        if isinstance(error, PatchError):
             raise
-        return
-    if requested:
-        activate()
+        raise PatchError(
+            f"ZIPFUSION cannot be loaded into this vLLM ({type(error).__name__}: {error}): install a vLLM in the tested range "
+            f"({compat.TESTED_RANGE}), or a newer zipfusion-vllm."
+        ) from error
 
 
 def is_requested_by_env() -> bool:
@@ -55,10 +67,13 @@ def activate() -> None:
 
 def deactivate() -> None:
     """Give this process stock vLLM's backend back: for an engine without ZIPFUSION after one with it."""
+    import vllm.envs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    AttentionBackendEnum.CPU_ATTN.clear_override()
-    _forget_chosen_backends()
+    vllm.envs.environment_variables.pop(ENV_VARIABLE, None)
+    if AttentionBackendEnum.CPU_ATTN.is_overridden() and AttentionBackendEnum.CPU_ATTN.get_path() == CPU_BACKEND:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        _forget_chosen_backends()
 
 
 def _forget_chosen_backends() -> None:

@@ -64,7 +64,9 @@ def make_model(folder: Path, shape: Shape, seed: int = 0) -> str:
         "model.norm.weight": torch.ones(hidden),
     }
     # Every other dim far smaller: 2**-24 is beyond the 15 exponents of a block. RoPE pairs dims of the same parity.
-    spread = torch.where(torch.arange(kv) % 2 == 1, 2.0**-24, 1.0)[:, None] if shape.incompressible else torch.ones(kv, 1)
+    spread = (
+        torch.where(torch.arange(kv) % 2 == 1, 2.0**-24, 1.0)[:, None] if shape.incompressible else torch.ones(kv, 1)
+    )
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
         weights |= {
@@ -182,3 +184,17 @@ def freeze_space(monkeypatch: pytest.MonkeyPatch) -> None:
         return answer(self, rank, pages, generations, num_chunks * 0 + self.chunks_per_raw_page)
 
     monkeypatch.setattr(BlockSpaceManager, "answer", keep_all)
+
+
+def count_preemptions(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of requests as they are preempted."""
+    scheduler = scheduler_of(llm)
+    preempted: list[str] = []
+    original = scheduler._preempt_request
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        original(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+    return preempted

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import assert_all_memory_is_back, engine, freeze_space, half_of, outcome, pool_of, scheduler_of
+from tests.engine.harness import (
+    assert_all_memory_is_back,
+    count_preemptions,
+    engine,
+    freeze_space,
+    half_of,
+    outcome,
+    pool_of,
+)
 
 BLOCKS = 2200
 """Logical pages: 1,600 raw pages, more than all prompts need at once."""
@@ -123,19 +131,6 @@ def test_aborts_in_mid_stream(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> 
             assert len(done) < 20
             assert_all_memory_is_back(llm)
     assert results[0] == results[1]
-
-
-def count_preemptions(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Ids of requests as they are preempted."""
-    scheduler, preempted = scheduler_of(llm), []
-    original = scheduler._preempt_request
-
-    def preempt(request: Any, *args: Any, **kwargs: Any) -> None:
-        preempted.append(request.request_id)
-        original(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
-    return preempted
 
 
 def params_of(params: Any, **changes: Any) -> Any:
