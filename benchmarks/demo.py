@@ -27,9 +27,9 @@ QUESTION = "What is the capital of France?"
 ANSWER_TOKENS = 32
 NUM_PROMPTS = 32
 PROMPT_TOKENS = 1500
-OUTPUT_TOKENS = 64
-NUM_BLOCKS = 1400
-"""Logical pages of the arena. Each has 3/4 of a raw page's bytes, so about 1,000 raw pages, or 16,000 tokens, fit."""
+OUTPUT_TOKENS = 48
+NUM_BLOCKS = 2000
+"""Logical pages of the arena. Each has 3/4 of a raw page's bytes, so about 1,480 raw pages, or 23,700 tokens, fit: 15 of the prompts."""
 ARGUMENTS = (
     "--dtype=bfloat16",
     "--enforce-eager",
@@ -78,7 +78,7 @@ class Progress:
         self._status.update(text)
         if not self._console.is_terminal and time.monotonic() - self._last >= _QUIET_LOG_S:
             self._last = time.monotonic()
-            self._console.print(text)
+            self._console.print(text, soft_wrap=True)
 
 
 async def _watch(server: Server, progress: Progress, done: asyncio.Event) -> None:
@@ -122,7 +122,12 @@ def measure(console: Console, model: Path, prompts: list[list[int]], *, compacti
     title = "ZIPFUSION" if compaction else "ZIPFUSION with compaction off"
     log = record.REPOSITORY / f".cache/logs/demo.compaction{switch}.log"
     server = Server(model, "ZIPFUSION", ARGUMENTS, log, {"ZIPFUSION_COMPACTION": switch})
-    console.print(f"[bold]{title}[/]: VLLM_ATTENTION_BACKEND=ZIPFUSION ZIPFUSION_COMPACTION={switch} vllm serve {' '.join(ARGUMENTS)}")
+    variables = f"VLLM_ATTENTION_BACKEND=ZIPFUSION ZIPFUSION_COMPACTION={switch}"
+    console.print(
+        f"[bold]{title}[/]\n  [dim]{variables} vllm serve MODEL {' '.join(ARGUMENTS)}[/]",
+        soft_wrap=True,
+        highlight=False,
+    )
     try:
         with server, Progress(console) as progress:
             ready = server.wait_ready(lambda seconds: progress.show(f"  starting vLLM, {seconds:.0f} s"))
@@ -151,7 +156,9 @@ def summary(on: Figures, off: Figures) -> dict[str, Any]:
         "peak_running_off": int(off.of("zipfusion_peak_running")),
         "peak_tokens": int(on.of("zipfusion_peak_resident_tokens")),
         "peak_tokens_off": int(off.of("zipfusion_peak_resident_tokens")),
-        "peak_tokens_ratio": round(on.of("zipfusion_peak_resident_tokens") / off.of("zipfusion_peak_resident_tokens"), 3),
+        "peak_tokens_ratio": round(
+            on.of("zipfusion_peak_resident_tokens") / off.of("zipfusion_peak_resident_tokens"), 3
+        ),
         "preemptions": int(on.of("num_preemptions_total")),
         "preemptions_off": int(off.of("num_preemptions_total")),
         "load_s": round(on.load_s, 1),
@@ -165,15 +172,19 @@ def summary(on: Figures, off: Figures) -> dict[str, Any]:
 
 def show(console: Console, figures: dict[str, Any]) -> None:
     """Print the table."""
-    table = Table(title=f"{figures['model']}, one arena, {NUM_PROMPTS} prompts of {PROMPT_TOKENS:,} tokens at once")
+    table = Table(title="the same arena, with and without compaction")
     table.add_column("")
     table.add_column("compaction on", justify="right")
     table.add_column("off", justify="right")
     saved = 1 - figures["bytes_per_token"] / figures["bytes_per_token_raw"]
     table.add_row("eligible blocks", f"{figures['eligible_share']:.1%}", "")
-    table.add_row("bytes per token", f"{figures['bytes_per_token']:,} (-{saved:.1%})", f"{figures['bytes_per_token_raw']:,}")
+    table.add_row(
+        "bytes per token", f"{figures['bytes_per_token']:,} (-{saved:.1%})", f"{figures['bytes_per_token_raw']:,}"
+    )
     ratio = figures["peak_tokens_ratio"]
-    table.add_row("peak resident tokens", f"{figures['peak_tokens']:,} ({ratio:.2f}x)", f"{figures['peak_tokens_off']:,}")
+    table.add_row(
+        "peak resident tokens", f"{figures['peak_tokens']:,} ({ratio:.2f}x)", f"{figures['peak_tokens_off']:,}"
+    )
     table.add_row("peak running requests", str(figures["peak_running"]), str(figures["peak_running_off"]))
     table.add_row("preemptions", str(figures["preemptions"]), str(figures["preemptions_off"]))
     table.add_row("seconds for the load", f"{figures['load_s']:.0f}", f"{figures['load_s_off']:.0f}")
@@ -185,7 +196,9 @@ def show(console: Console, figures: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEFAULT_FOLDER, help="folder that scripts/prepare_model.py made")
-    parser.add_argument("--commit-results", action="store_true", help="write benchmarks/results/demo.cpu.json, not .cache/results")
+    parser.add_argument(
+        "--commit-results", action="store_true", help="write benchmarks/results/demo.cpu.json, not .cache/results"
+    )
     options = parser.parse_args()
     exit_on_sigterm()
     console = Console()
@@ -195,7 +208,7 @@ def main() -> None:
         off = measure(console, options.model, prompts, compaction=False)
         figures = summary(on, off)
     except ServerError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     show(console, figures)
     path = record.write("demo.cpu", figures, committed=options.commit_results)

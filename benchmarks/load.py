@@ -32,7 +32,9 @@ def make_prompts(model: Path, count: int, num_tokens: int, skip: int = 0) -> lis
             prompts.append(ids[:num_tokens])
         if len(prompts) == skip + count:
             return prompts[skip:]
-    raise ValueError(f"the standard library has {len(prompts)} modules of {num_tokens} tokens, and {skip + count} are needed")
+    raise ValueError(
+        f"the standard library has {len(prompts)} modules of {num_tokens} tokens, and {skip + count} are needed"
+    )
 
 
 def ask(url: str, question: str, max_tokens: int) -> str:

@@ -20,7 +20,9 @@ DISTRIBUTIONS = ("zipfusion-vllm", "vllm", "torch", "numba", "transformers")
 def machine() -> dict[str, Any]:
     """Processor, cores that this process may use, memory in GiB, system."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
     return {
         "cpu": name,
         "cores": len(os.sched_getaffinity(0)),
@@ -45,7 +47,9 @@ def commit() -> str:
     """The checked-out commit; "+" after it if files that git tracks differ from it, "unknown" outside a checkout."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")

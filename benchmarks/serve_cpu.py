@@ -82,7 +82,12 @@ def measure(model: Path, num_rounds: int) -> dict[str, Any]:
         metrics = servers["zipfusion"].metrics()
     return {
         "model": "SmolLM2-135M-Instruct",
-        "load": {"streams": STREAMS, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "rounds": num_rounds},
+        "load": {
+            "streams": STREAMS,
+            "prompt_tokens": PROMPT_TOKENS,
+            "output_tokens": OUTPUT_TOKENS,
+            "rounds": num_rounds,
+        },
         "arguments": list(ARGUMENTS),
         "decode_tokens_per_s": {name: spread([one[name] for one in rounds], 1) for name in CONTESTANTS},
         "ratio_to_stock": spread([one["zipfusion"] / one["stock"] for one in rounds], 3),
@@ -97,7 +102,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEFAULT_FOLDER, help="folder that scripts/prepare_model.py made")
     parser.add_argument("--rounds", type=int, default=6, help="measured rounds (default 6)")
-    parser.add_argument("--commit-results", action="store_true", help="write benchmarks/results/serve.cpu.json, not .cache/results")
+    parser.add_argument(
+        "--commit-results", action="store_true", help="write benchmarks/results/serve.cpu.json, not .cache/results"
+    )
     options = parser.parse_args()
     exit_on_sigterm()
     try:
@@ -106,7 +113,9 @@ def main() -> None:
         sys.exit(str(error) or repr(error))
     path = record.write("serve.cpu", figures, committed=options.commit_results)
     ratio = figures["ratio_to_stock"]
-    print(f"ZIPFUSION decodes at {ratio['median']:.2f} of stock vLLM ({ratio['min']:.2f} to {ratio['max']:.2f}); written to {path}")
+    print(
+        f"ZIPFUSION decodes at {ratio['median']:.2f} of stock vLLM ({ratio['min']:.2f} to {ratio['max']:.2f}); written to {path}"
+    )
 
 
 if __name__ == "__main__":

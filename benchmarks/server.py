@@ -45,7 +45,12 @@ class Server:
     """
 
     def __init__(
-        self, model: Path, backend: str | None, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+        self,
+        model: Path,
+        backend: str | None,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.log = log
         self.port = free_port()
@@ -69,7 +74,12 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self.command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self.command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         return self
 
