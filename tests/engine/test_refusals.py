@@ -53,7 +53,6 @@ DEEPSEEK = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "n_routed_experts": None,
     "first_k_dense_replace": 2,
 }
 MAMBA = {
@@ -94,7 +93,9 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
 
 
-def make_config(folder: Path, model: dict[str, Any] = LLAMA, backend: str | None = "ZIPFUSION", **arguments: Any) -> Any:
+def make_config(
+    folder: Path, model: dict[str, Any] = LLAMA, backend: str | None = "ZIPFUSION", **arguments: Any
+) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     (folder / "config.json").write_text(json.dumps(model))
@@ -244,13 +245,17 @@ def test_worker_without_the_plugin() -> None:
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=__import__("torch").bfloat16)
     config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    with pytest.raises(RuntimeError, match="planned a KV cache of FullAttentionSpec: its plugin did not load there") as caught:
+    with pytest.raises(
+        RuntimeError, match="planned a KV cache of FullAttentionSpec: its plugin did not load there"
+    ) as caught:
         check_kv_cache_config(config)
     assert "VLLM_PLUGINS" in str(caught.value)
 
 
 def test_arena_too_small(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"ZIPFUSION needs \d+ blocks .* for one sequence of 512 tokens") as caught:
+    with pytest.raises(
+        UnsupportedError, match=r"ZIPFUSION needs \d+ blocks .* for one sequence of 512 tokens"
+    ) as caught:
         make_config(tmp_path, num_gpu_blocks_override=8)
     needed = int(re.findall(r"needs (\d+) blocks", str(caught.value))[0])
     assert is_one_sentence(str(caught.value))
