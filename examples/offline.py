@@ -6,6 +6,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM, SamplingParams
 
@@ -17,7 +18,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     llm = LLM(model=model, attention_backend="ZIPFUSION", dtype="bfloat16", max_model_len=2048, enforce_eager=True)
     questions = ["What is the capital of France?", "Name three prime numbers."]
-    conversations = [[{"role": "user", "content": question}] for question in questions]
+    conversations: list[Any] = [[{"role": "user", "content": question}] for question in questions]
     for question, output in zip(
         questions, llm.chat(conversations, SamplingParams(temperature=0, max_tokens=48)), strict=True
     ):

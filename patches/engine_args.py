@@ -57,7 +57,7 @@ def apply() -> None:
         return vllm_config
 
     setattr(create_engine_config, _MARKER, original)
-    EngineArgs.create_engine_config = create_engine_config
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
 
 
 def find_misfit(engine_args_cls: type) -> PatchError | None:

@@ -36,7 +36,7 @@ def apply() -> None:
         return original(self, *args, **kwargs)
 
     setattr(make_stats, _MARKER, original)
-    Scheduler.make_stats = make_stats
+    Scheduler.make_stats = make_stats  # type: ignore[method-assign]
 
 
 def check_target(scheduler_cls: type) -> None:

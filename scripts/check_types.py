@@ -43,7 +43,15 @@ def main() -> int:
     tools = [str(path) for folder in TOOLS for path in sorted((REPOSITORY / folder).glob("*.py"))]
     status = 0
     for what in (["-p", "zipfusion_vllm"], tools):
-        command = [sys.executable, "-m", "mypy", "--config-file", str(REPOSITORY / "setup.cfg"), *what]
+        command = [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--explicit-package-bases",
+            "--config-file",
+            str(REPOSITORY / "setup.cfg"),
+            *what,
+        ]
         environment = {**os.environ, "MYPYPATH": str(STAGE), "MYPY_CACHE_DIR": str(REPOSITORY / ".mypy_cache")}
         cwd = STAGE if what[0] == "-p" else REPOSITORY
         result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)

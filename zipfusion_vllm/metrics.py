@@ -148,7 +148,7 @@ class ZipFusionPromMetrics(KVConnectorPromMetrics):
         for name, metric in METRICS.items():
             full_name = f"vllm:zipfusion_{name}"
             if metric.is_level:
-                parent = self._gauge_cls(
+                parent = self._gauge_cls(  # type: ignore[call-arg]
                     name=full_name, documentation=metric.help, labelnames=labelnames, multiprocess_mode="mostrecent"
                 )
             else:

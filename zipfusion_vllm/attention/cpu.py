@@ -15,7 +15,7 @@ from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionLayer, AttentionMetadataBuilder, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, _get_attn_isa
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from zipfusion_vllm.attention.page_store import PageStore
 from zipfusion_vllm.attention.registry import store_of
@@ -31,7 +31,7 @@ class ZipCPUAttentionBackend(CPUAttentionBackend):
     """ZIPFUSION in the place of vLLM's CPU backend (its platform takes no other name)."""
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
         return [PAGE_TOKENS]
 
     @classmethod
@@ -43,7 +43,7 @@ class ZipCPUAttentionBackend(CPUAttentionBackend):
         return ZipCPUAttentionImpl
 
     @staticmethod
-    def get_builder_cls() -> type["ZipCPUMetadataBuilder"]:
+    def get_builder_cls() -> type["ZipCPUMetadataBuilder"]:  # type: ignore[override]
         return ZipCPUMetadataBuilder
 
 
@@ -188,7 +188,7 @@ class ZipCPUAttentionImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: ZipCPUAttentionMetadata | None,
+        attn_metadata: ZipCPUAttentionMetadata | None,  # type: ignore[override]
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,

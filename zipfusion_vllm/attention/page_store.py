@@ -149,7 +149,7 @@ class PageStore:
 def arena_of(kv_cache: torch.Tensor) -> torch.Tensor:
     """uint8 [bytes]: the storage behind one layer's view of the KV cache, which is that of all layers (vLLM 0.32+)."""
     storage = kv_cache.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=kv_cache.device).set_(storage, 0, (storage.nbytes(),))
+    return torch.empty(0, dtype=torch.uint8, device=kv_cache.device).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]
 
 
 def _bits(values: torch.Tensor) -> np.ndarray:
