@@ -19,6 +19,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in this folder, so that ``-m "not engine"`` leaves it out."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """Folder of SmolLM2-135M-Instruct; ``make test`` prepares it (scripts/prepare_model.py)."""
