@@ -27,7 +27,7 @@ QUESTION = "What is the capital of France?"
 ANSWER_TOKENS = 32
 NUM_PROMPTS = 32
 PROMPT_TOKENS = 1500
-OUTPUT_TOKENS = 48
+OUTPUT_TOKENS = 32
 NUM_BLOCKS = 2000
 """Logical pages of the arena. Each has 3/4 of a raw page's bytes, so about 1,480 raw pages, or 23,700 tokens, fit: 15 of the prompts."""
 ARGUMENTS = (
