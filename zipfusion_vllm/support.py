@@ -7,6 +7,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from zipfusion_vllm import findings
 from zipfusion_vllm.config import ZipFusionConfig
 from zipfusion_vllm.format import HEAD_DIMS, PAGE_TOKENS, PageShape
 from zipfusion_vllm.memory.layout import choose_regions_per_chunk, min_blocks
@@ -27,125 +28,7 @@ class Feature(NamedTuple):
     """The same in a finished ``VllmConfig``. A feature without either shows when a layer is built (see ``check_attention_layer``)."""
 
 
-def _above_one(*options: str) -> Callable[[Any], str | None]:
-    """Options of the engine that ask for something when they are above 1."""
-
-    def find(args: Any) -> str | None:
-        for option in options:
-            if (value := getattr(args, option, 1)) > 1:
-                return f"{_flag(option)} {value}"
-        return None
-
-    return find
-
-
-def _set(option: str) -> Callable[[Any], str | None]:
-    """A switch of the engine that asks for something when it is on."""
-    return lambda args: _flag(option) if getattr(args, option, None) else None
-
-
-def _if_model(attribute: str) -> Callable[[Any], str | None]:
-    """A property of vLLM's ModelConfig."""
-    return lambda config: _architecture(config) if getattr(config.model_config, attribute) else None
-
-
-def _flag(option: str) -> str:
-    return "--" + option.replace("_", "-")
-
-
-def _architecture(config: Any) -> str:
-    return str(config.model_config.architecture)
-
-
-def _find_platform(config: Any) -> str | None:
-    device = config.device_config.device_type
-    return None if device == "cpu" else f"this vLLM runs on {device}"
-
-
-def _find_speculator(config: Any) -> str | None:
-    speculative = config.speculative_config
-    return None if speculative is None or speculative.method == "ngram" else f"method {speculative.method}"
-
-
-def _find_pooling(config: Any) -> str | None:
-    runner = config.model_config.runner_type
-    return None if runner == "generate" else f"{_architecture(config)} with runner {runner}"
-
-
-def _find_state(config: Any) -> str | None:
-    model = config.model_config
-    return _architecture(config) if model.is_hybrid or model.is_attention_free else None
-
-
-def _find_window(config: Any) -> str | None:
-    model = config.model_config
-    if (window := model.get_sliding_window()) is not None:
-        return f"a window of {window} tokens"
-    for kind in getattr(model.hf_text_config, "layer_types", None) or ():
-        if "sliding" in kind or "chunked" in kind:
-            return f"layers of type {kind}"
-    chunk = getattr(model, "attention_chunk_size", None)
-    return None if chunk is None else f"attention chunks of {chunk} tokens"
-
-
-def _find_prefix_attention(config: Any) -> str | None:
-    return _architecture(config) if config.model_config.is_mm_prefix_lm or config.model_config.rswa_window else None
-
-
-def _find_dtype(config: Any) -> str | None:
-    name = str(config.model_config.dtype).removeprefix("torch.")
-    return None if name == "bfloat16" else name
-
-
-def _find_cache_dtype_argument(args: Any) -> str | None:
-    return None if args.kv_cache_dtype in KV_CACHE_DTYPES else f"--kv-cache-dtype {args.kv_cache_dtype}"
-
-
-def _find_cache_dtype(config: Any) -> str | None:
-    dtype = config.cache_config.cache_dtype
-    return None if dtype in KV_CACHE_DTYPES else f"{dtype}, which the model asks for"
-
-
-def _find_block_size_argument(args: Any) -> str | None:
-    return None if args.block_size in (None, PAGE_TOKENS) else f"--block-size {args.block_size}"
-
-
-def _find_block_size(config: Any) -> str | None:
-    size = config.cache_config.block_size
-    return None if size == PAGE_TOKENS else f"vLLM chose {size} for this model"
-
-
-def _find_prefix_unit(args: Any) -> str | None:
-    unit = getattr(args, "prefix_match_unit", None)
-    return None if unit in (None, PAGE_TOKENS) else f"--prefix-match-unit {unit}"
-
-
-def _find_head_size(config: Any) -> str | None:
-    size = config.model_config.get_head_size()
-    return None if size in HEAD_DIMS else f"this model has {size}"
-
-
-def _find_connector(args: Any) -> str | None:
-    if args.kv_transfer_config is not None:
-        return str(args.kv_transfer_config.kv_connector)
-    return None if getattr(args, "kv_offloading_size", None) is None else "--kv-offloading-size"
-
-
-def _find_hisparse(args: Any) -> str | None:
-    return "hisparse_config" if getattr(args.attention_config, "hisparse_config", None) is not None else None
-
-
-def _find_backend_per_kind(args: Any) -> str | None:
-    return "backend_per_kind" if getattr(args.attention_config, "backend_per_kind", None) else None
-
-
-def _find_shared_layers(config: Any) -> str | None:
-    shared = getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0) or 0
-    return f"{shared} of this model's layers" if shared else None
-
-
 _WITHOUT = "serve it without ZIPFUSION"
-KV_CACHE_DTYPES = ("auto", "bfloat16")
 _HEAD_SIZES = f"head sizes other than {', '.join(map(str, HEAD_DIMS))}"
 _WINDOWS = "sliding-window and chunked-attention layers"
 _CACHE_DTYPES = "quantised KV cache dtypes"
@@ -159,7 +42,7 @@ MATRIX: tuple[Feature, ...] = (
         "NVIDIA GPU",
         False,
         "its serving path is not in this release; use the CPU build of vLLM, or serve without ZIPFUSION",
-        find_in_config=_find_platform,
+        find_in_config=findings.platform,
     ),
     Feature("prefix caching, chunked prefill, preemption, n > 1, logprobs", True, ""),
     Feature("tensor parallelism", True, "one chunk count for all ranks; multiprocessing executor"),
@@ -168,108 +51,114 @@ MATRIX: tuple[Feature, ...] = (
         "pipeline parallelism",
         False,
         "ranks would hold different layers of a page; use --pipeline-parallel-size 1",
-        find_in_args=_above_one("pipeline_parallel_size"),
+        find_in_args=findings.above_one("pipeline_parallel_size"),
     ),
     Feature(
         "decode and prefill context parallelism",
         False,
         "a page's tokens must be on one rank; use context parallel sizes of 1",
-        find_in_args=_above_one("decode_context_parallel_size", "prefill_context_parallel_size"),
+        find_in_args=findings.above_one("decode_context_parallel_size", "prefill_context_parallel_size"),
     ),
     Feature(
         "dual batch overlap",
         False,
         "two half batches would share one step's commands; leave it off",
-        find_in_args=lambda args: _set("enable_dbo")(args) or _above_one("ubatch_size")(args),
+        find_in_args=lambda args: findings.is_set("enable_dbo")(args) or findings.above_one("ubatch_size")(args),
     ),
     Feature(
         "sleep mode",
         False,
         "the lookup table would be lost with the cache; drop --enable-sleep-mode",
-        find_in_args=_set("enable_sleep_mode"),
+        find_in_args=findings.is_set("enable_sleep_mode"),
     ),
     Feature(
         "other KV connectors and KV offloading",
         False,
         "they read raw pages by block id; drop --kv-transfer-config and --kv-offloading-size",
-        find_in_args=_find_connector,
+        find_in_args=findings.connector,
     ),
     Feature(
         "HiSparse",
         False,
         "it hands out blocks that are still read; drop hisparse_config",
-        find_in_args=_find_hisparse,
+        find_in_args=findings.hisparse,
     ),
     Feature(
         "attention backends by layer kind",
         False,
         "all layers share one arena and one backend; drop backend_per_kind from --attention-config",
-        find_in_args=_find_backend_per_kind,
+        find_in_args=findings.backend_per_kind,
     ),
     Feature(
         f"block sizes other than {PAGE_TOKENS}",
         False,
         f"a page has {PAGE_TOKENS} tokens; leave --block-size unset or at {PAGE_TOKENS}",
-        find_in_args=_find_block_size_argument,
-        find_in_config=_find_block_size,
+        find_in_args=findings.block_size_argument,
+        find_in_config=findings.block_size,
     ),
     Feature(
         "prefix hits inside a page",
         False,
         "vLLM would copy pages by their raw shape; leave --prefix-match-unit unset",
-        find_in_args=_find_prefix_unit,
+        find_in_args=findings.prefix_unit,
     ),
     Feature(
         _CACHE_DTYPES,
         False,
         "ZIPFUSION keeps every bit of BF16; leave --kv-cache-dtype at auto, or serve without ZIPFUSION",
-        find_in_args=_find_cache_dtype_argument,
-        find_in_config=_find_cache_dtype,
+        find_in_args=findings.cache_dtype_argument,
+        find_in_config=findings.cache_dtype,
     ),
-    Feature("MLA", False, f"its cache holds latents and no K and V; {_WITHOUT}", find_in_config=_if_model("use_mla")),
+    Feature(
+        "MLA", False, f"its cache holds latents and no K and V; {_WITHOUT}", find_in_config=findings.if_model("use_mla")
+    ),
     Feature(
         _CROSS_ATTENTION,
         False,
         f"only decoder self-attention fills pages token by token; {_WITHOUT}",
-        find_in_config=_if_model("is_encoder_decoder"),
+        find_in_config=findings.if_model("is_encoder_decoder"),
     ),
     Feature(
         "pooling models",
         False,
         f"they do not decode, so there is nothing to gain; {_WITHOUT}",
-        find_in_config=_find_pooling,
+        find_in_config=findings.pooling,
     ),
     Feature(
         "hybrid and attention-free models (Mamba, linear attention)",
         False,
         f"their state is not a paged K and V cache; {_WITHOUT}",
-        find_in_config=_find_state,
+        find_in_config=findings.state,
     ),
-    Feature(_WINDOWS, False, f"all layers of a page must live equally long; {_WITHOUT}", find_in_config=_find_window),
+    Feature(
+        _WINDOWS, False, f"all layers of a page must live equally long; {_WITHOUT}", find_in_config=findings.window
+    ),
     Feature(
         "bidirectional attention over a multimodal prefix",
         False,
         f"pages are read causally; {_WITHOUT}",
-        find_in_config=_find_prefix_attention,
+        find_in_config=findings.prefix_attention,
     ),
     Feature(
         _SHARED_LAYERS,
         False,
         f"a page holds K and V of every layer; {_WITHOUT}",
-        find_in_config=_find_shared_layers,
+        find_in_config=findings.shared_layers,
     ),
     Feature(
         "model dtypes other than bfloat16",
         False,
         "the format compresses the exponents of BF16 values; use --dtype bfloat16",
-        find_in_config=_find_dtype,
+        find_in_config=findings.dtype,
     ),
-    Feature(_HEAD_SIZES, False, f"the page format is laid out for these; {_WITHOUT}", find_in_config=_find_head_size),
+    Feature(
+        _HEAD_SIZES, False, f"the page format is laid out for these; {_WITHOUT}", find_in_config=findings.head_size
+    ),
     Feature(
         "draft models (EAGLE, MTP, ...)",
         False,
         "their layers' caches are not managed yet; use ngram, or serve without ZIPFUSION",
-        find_in_config=_find_speculator,
+        find_in_config=findings.speculator,
     ),
     Feature(_SINKS, False, f"they are not tested over compressed pages; {_WITHOUT}"),
 )
@@ -334,7 +223,7 @@ def check_attention_layer(
     checks = (
         (head_size not in HEAD_DIMS, _HEAD_SIZES, f"a layer has {head_size}"),
         (sliding_window is not None, _WINDOWS, f"a layer has a window of {sliding_window} tokens"),
-        (kv_cache_dtype not in KV_CACHE_DTYPES, _CACHE_DTYPES, f"a layer has {kv_cache_dtype}"),
+        (kv_cache_dtype not in findings.KV_CACHE_DTYPES, _CACHE_DTYPES, f"a layer has {kv_cache_dtype}"),
         (attn_type != "decoder", _CROSS_ATTENTION, f"a layer has attention type {attn_type}"),
         (kv_sharing_target_layer_name is not None, _SHARED_LAYERS, f"a layer reads {kv_sharing_target_layer_name}"),
         (alibi_slopes is not None, _SINKS, "a layer has ALiBi"),
