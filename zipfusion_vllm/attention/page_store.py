@@ -5,6 +5,7 @@ restores them). Runs on the CPU, through ``kernels/cpu_pages.py``; ``codec.py`` 
 be. Knows no scheduler: it is told which chunks a page owns.
 """
 
+import numba
 import numpy as np
 import torch
 
@@ -131,6 +132,8 @@ class PageStore:
 
     def _load_kernels(self) -> None:
         """Compile the kernels, or load them from numba's cache, now and not in the first request: 15 s on a new machine."""
+        # As many threads as vLLM gave this worker: it binds workers to cores, and more would only wait for each other.
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         shape = self.layout.shape
         nothing = torch.empty(0, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
         no_pages = np.empty(0, dtype=np.int64)
