@@ -55,7 +55,8 @@ def _block_offsets(bases, HI: gl.constexpr, W: gl.constexpr, NB: gl.constexpr):
 def _load_region(arena, start, bases, valid, W: gl.constexpr, NB: gl.constexpr, LO: gl.constexpr, HI: gl.constexpr):
     """The words of one region per warp: low [W, 32, NB, 4], codes or first high plane and second high plane [W, 32, NB, 2].
 
-    ``start``: uint32 units [W, 1, 1, 1] in HI's layout; ``valid`` int1 [W, 1, 1, 1]: nothing is read elsewhere.
+    ``start``: uint32 units [W, 1, 1, 1] in HI's layout; ``valid`` int1 [W, 1, 1, 1]: nothing is read elsewhere, and what is returned there is
+    undefined (scores are masked, and ``keep`` makes V finite).
     """
     units, raw, _ = _block_offsets(bases, HI, W, NB)
     lane_hi = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, HI))))[None, :, None, None]
@@ -65,20 +66,28 @@ def _load_region(arena, start, bases, valid, W: gl.constexpr, NB: gl.constexpr, 
     at = start.to(gl.uint32).to(gl.int64) * 64 + (units * 64).to(gl.int64)
     at_lo = gl.convert_layout(at, LO)
     valid_lo = gl.convert_layout(valid, LO)
-    lo = gl.load(arena + at_lo + (lane_lo * 4 + four), mask=valid_lo, other=0, eviction_policy="evict_first")
+    lo = gl.load(arena + at_lo + (lane_lo * 4 + four), mask=valid_lo, eviction_policy="evict_first")
     hi_pointer = arena + at + (lane_hi * 2 + two) + 128
-    hi = gl.load(hi_pointer, mask=valid, other=0, eviction_policy="evict_first")
+    hi = gl.load(hi_pointer, mask=valid, eviction_policy="evict_first")
     second = gl.load(hi_pointer + 64, mask=valid & (raw != 0), other=0, eviction_policy="evict_first")
     return lo, hi, second
 
 
 @gluon.jit
-def _decode_region(lo, hi, second, bases, IS_V: gl.constexpr, W: gl.constexpr, NB: gl.constexpr, HI: gl.constexpr, A: gl.constexpr):
-    """BF16 operand A: K [W, 16, D] or V^T [W, D, 16]."""
+def _decode_region(lo, hi, second, bases, keep, IS_V: gl.constexpr, W: gl.constexpr, NB: gl.constexpr, HI: gl.constexpr, A: gl.constexpr):
+    """BF16 operand A: K [W, 16, D] or V^T [W, D, 16].
+
+    ``keep`` (V only): byte mask [W, 32, 1, 1] of a lane's 4 tokens; a value past the sequence's end gets the high byte 0, so it is finite.
+    """
     _, raw, byte = _block_offsets(bases, HI, W, NB)
     mask_1 = raw | (0x87878787 - (1 << 32))
     mask_2 = ~raw & (0x87878787 - (1 << 32))
     base = (byte * 0x01010101) & ~raw
+    if IS_V:
+        mask_1 = mask_1 & keep
+        mask_2 = mask_2 & keep
+        base = base & keep
+        second = second & keep
     low_0, low_1 = gl.split(lo.reshape([W, 32, NB, 2, 2]))
     low_0 = gl.convert_layout(low_0, HI, assert_trivial=True)
     low_1 = gl.convert_layout(low_1, HI, assert_trivial=True)
@@ -103,19 +112,32 @@ def _decode_region(lo, hi, second, bases, IS_V: gl.constexpr, W: gl.constexpr, N
 
 
 @gluon.jit
-def _load_row(table, page, head, KV_HEADS: gl.constexpr, ROW_WORDS: gl.constexpr):
+def _load_row(table, page, head, KV_HEADS: gl.constexpr, ROW_WORDS: gl.constexpr, W: gl.constexpr):
     """The lookup-table row of each warp's page: (K start, K bases, V start, V bases), int32 [W, 1, 1, 1]; bases as tuples of words."""
-    row = table + (page.to(gl.int64) * KV_HEADS + head) * ROW_WORDS
-    half: gl.constexpr = ROW_WORDS // 2
-    k_start = gl.load(row)
-    k_base = gl.load(row + 1)
-    v_start = gl.load(row + half)
-    v_base = gl.load(row + half + 1)
-    k_base_1 = k_base
-    v_base_1 = v_base
+    ROW: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 32, 1, 1, 1], [W, 1, 1, 1, 1], [4, 3, 2, 1, 0])
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, ROW)))))[None, None, None, None, :]
+    row = (page.to(gl.int64) * KV_HEADS + head) * ROW_WORDS
+    at = gl.convert_layout(row, gl.SliceLayout(4, ROW), assert_trivial=True).expand_dims(4) + word
+    # Words 0 and 2, then 1 and 3.
+    even, odd = gl.split(gl.load(table + at).reshape([W, 1, 1, 1, 2, 2]))
+    word_0, word_2 = gl.split(even)
+    word_1, word_3 = gl.split(odd)
+    HEAD: gl.constexpr = page.type.layout
+    k_start = gl.convert_layout(word_0, HEAD, assert_trivial=True)
+    k_base = gl.convert_layout(word_1, HEAD, assert_trivial=True)
     if ROW_WORDS == 8:
-        k_base_1 = gl.load(row + 2)
-        v_base_1 = gl.load(row + half + 2)
+        k_base_1 = gl.convert_layout(word_2, HEAD, assert_trivial=True)
+        even, odd = gl.split(gl.load(table + at + 4).reshape([W, 1, 1, 1, 2, 2]))
+        word_0, word_2 = gl.split(even)
+        word_1, word_3 = gl.split(odd)
+        v_start = gl.convert_layout(word_0, HEAD, assert_trivial=True)
+        v_base = gl.convert_layout(word_1, HEAD, assert_trivial=True)
+        v_base_1 = gl.convert_layout(word_2, HEAD, assert_trivial=True)
+    else:
+        v_start = gl.convert_layout(word_2, HEAD, assert_trivial=True)
+        v_base = gl.convert_layout(word_3, HEAD, assert_trivial=True)
+        k_base_1 = k_base
+        v_base_1 = v_base
     return k_start, k_base, k_base_1, v_start, v_base, v_base_1
 
 
@@ -153,8 +175,7 @@ def decode_kernel(
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, HI))))[:, None, None, None]
     warp_mma = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
     token_s = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
-    token_v = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
-    warp_v = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None, None]
+    lane_token = (gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, HI))))[None, :, None, None] & 3) * 2
     column_s = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
     dim_q = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
     column_q = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
@@ -184,11 +205,11 @@ def decode_kernel(
         index = tile * W + warp
         page = gl.load(pages + index, mask=index < page_end, other=0)
         page_next = gl.load(pages + index + W, mask=index + W < page_end, other=0)
-        k_start, kb, kb1, v_start, vb, vb1 = _load_row(table, page, head, KV_HEADS, ROW_WORDS)
+        k_start, kb, kb1, v_start, vb, vb1 = _load_row(table, page, head, KV_HEADS, ROW_WORDS, W)
         k_lo, k_hi, k_second = _load_region(arena, k_start, (kb, kb1), index < page_end, W, NB, LO, HI)
         if PREFETCH_V:
             v_lo, v_hi, v_second = _load_region(arena, v_start, (vb, vb1), index < page_end, W, NB, LO, HI)
-        n_k_start, n_kb, n_kb1, n_v_start, n_vb, n_vb1 = _load_row(table, page_next, head, KV_HEADS, ROW_WORDS)
+        n_k_start, n_kb, n_kb1, n_v_start, n_vb, n_vb1 = _load_row(table, page_next, head, KV_HEADS, ROW_WORDS, W)
 
         m = gl.full([W, COLS], NEG, gl.float32, gl.SliceLayout(1, MMA))
         l = gl.zeros([W, 16, COLS], gl.float32, MMA)
@@ -202,7 +223,7 @@ def decode_kernel(
             if not PREFETCH_V:
                 v_lo, v_hi, v_second = _load_region(arena, v_start, (vb, vb1), index < page_end, W, NB, LO, HI)
             page_next = gl.load(pages + index + 2 * W, mask=index + 2 * W < page_end, other=0)
-            k = _decode_region(k_lo, k_hi, k_second, (kb, kb1), False, W, NB, HI, A)
+            k = _decode_region(k_lo, k_hi, k_second, (kb, kb1), 0, False, W, NB, HI, A)
             k_lo, k_hi, k_second = _load_region(arena, n_k_start, (n_kb, n_kb1), index + W < page_end, W, NB, LO, HI)
             s = mma_v2(k, q_fragment, gl.zeros([W, 16, COLS], gl.float32, MMA))
             if HAS_CAP:
@@ -222,9 +243,9 @@ def decode_kernel(
             # [W, r, g, column block, 2q+e] holds P[8r + 2q+e, column block * 8 + g]
             p_t = p16.reshape([W, 2, 8, COLS // 8, 8]).permute([0, 1, 4, 3, 2]).reshape([W, 16, COLS])
             p_t = gl.convert_layout(p_t, B, assert_trivial=True)
-            v = _decode_region(v_lo, v_hi, v_second, (vb, vb1), True, W, NB, HI, A)
-            if t * W * 16 + W * 16 > length:
-                v = gl.where((t * W + warp_v) * 16 + token_v < length, v, gl.zeros([W, D, 16], gl.bfloat16, A))
+            left = length - index * 16 - lane_token
+            keep = gl.where(left > 0, 0xFF, 0) | gl.where(left > 1, 0xFF00, 0) | gl.where(left > 8, 0xFF0000, 0) | gl.where(left > 9, 0xFF000000 - (1 << 32), 0)
+            v = _decode_region(v_lo, v_hi, v_second, (vb, vb1), keep, True, W, NB, HI, A)
             kb = n_kb
             kb1 = n_kb1
             vb = n_vb
@@ -232,7 +253,7 @@ def decode_kernel(
             v_start = n_v_start
             if PREFETCH_V:
                 v_lo, v_hi, v_second = _load_region(arena, v_start, (vb, vb1), index + W < page_end, W, NB, LO, HI)
-            n_k_start, n_kb, n_kb1, n_v_start, n_vb, n_vb1 = _load_row(table, page_next, head, KV_HEADS, ROW_WORDS)
+            n_k_start, n_kb, n_kb1, n_v_start, n_vb, n_vb1 = _load_row(table, page_next, head, KV_HEADS, ROW_WORDS, W)
             acc = acc * alpha.expand_dims(1)
             acc = mma_v2(v, p_t, acc)
 
