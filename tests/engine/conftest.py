@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """Folder of SmolLM2-135M-Instruct; ``make test`` prepares it (scripts/prepare_model.py)."""
-    folder = Path(os.environ.get("ZIPFUSION_TEST_MODEL", REPOSITORY / ".cache/models/SmolLM2-135M-Instruct"))
+    folder = Path(os.environ.get("SMOLLM2_FOLDER", REPOSITORY / ".cache/models/SmolLM2-135M-Instruct"))
     if not (folder / "model.safetensors").exists():
         pytest.fail(f"{folder} is missing: run `make model`, or `make test`, which does")
     return str(folder)
