@@ -187,7 +187,7 @@ def show(console: Console, figures: dict[str, Any]) -> None:
     )
     table.add_row("peak running requests", str(figures["peak_running"]), str(figures["peak_running_off"]))
     table.add_row("preemptions", str(figures["preemptions"]), str(figures["preemptions_off"]))
-    table.add_row("seconds for the load", f"{figures['load_s']:.0f}", f"{figures['load_s_off']:.0f}")
+    table.add_row("seconds for the load (one run)", f"{figures['load_s']:.0f}", f"{figures['load_s_off']:.0f}")
     console.print(table)
     same = "the same" if figures["answer"] == figures["answer_off"] else "NOT the same"
     console.print(f"The answer with compaction off is {same}: {figures['answer']!r}")

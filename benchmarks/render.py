@@ -53,7 +53,6 @@ def demo_table() -> str:
         ["peak resident tokens, same arena", f"{figures['peak_tokens']:,} ({figures['peak_tokens_ratio']:.2f}×)", f"{figures['peak_tokens_off']:,}"],
         ["peak running requests", f"{figures['peak_running']}", f"{figures['peak_running_off']}"],
         ["preemptions", f"{figures['preemptions']}", f"{figures['preemptions_off']}"],
-        ["seconds for the load", f"{figures['load_s']:.0f}", f"{figures['load_s_off']:.0f}"],
     ]  # fmt: skip
     what = (
         f"{figures['model']}, {load['prompts']} concurrent prompts of {load['prompt_tokens']:,} tokens, {load['output_tokens']} tokens out; "
