@@ -22,6 +22,7 @@ STOCK_BACKEND = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 def clean(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
     plugin.deactivate()
+    plugin.register()
     yield
     plugin.deactivate()
 
