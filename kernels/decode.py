@@ -17,13 +17,17 @@ Query token t of n sees the keys 0 .. length - n + t. Slots past a sequence's en
 pages are compact, nor on the run: the same plan gives the same bits. They do depend on the plan, thus on the other lengths of the batch.
 """
 
+import logging
 import math
 
 import torch
 
 from zipfusion_vllm.format import HEAD_DIMS, PageShape
-from zipfusion_vllm.kernels.compat import GLUON_ERROR
+from zipfusion_vllm.kernels.compat import GLUON_ERROR, interpreted
+from zipfusion_vllm.kernels.decode_portable import run_portable
 from zipfusion_vllm.kernels.plan import RECORD_INTS, WARPS, plan_decode
+
+logger = logging.getLogger(__name__)
 
 MAX_GROUP = 16
 MAX_QUERY_TOKENS = 8
@@ -48,9 +52,8 @@ class DecodeAttention:
         max_query_tokens: int = 1,
         scale: float | None = None,
         soft_cap: float = 0.0,
+        portable: bool = False,
     ) -> None:
-        if GLUON_ERROR:
-            raise RuntimeError(GLUON_ERROR)
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim {head_dim} is not supported: decode attention takes {HEAD_DIMS}")
         if kv_heads < 1 or q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
@@ -64,6 +67,12 @@ class DecodeAttention:
         self.soft_cap = soft_cap
         self.row_bytes = PageShape(1, 1, head_dim).row_bytes
         self.device = torch.device(device)
+        why = GLUON_ERROR or (None if self.device.type == "cuda" and not interpreted() else f"it runs on {self.device.type}")
+        self.portable = portable or why is not None
+        """Whether the slow kernel in plain Triton runs instead of the Gluon one."""
+        if self.portable:
+            logger.warning("ZIPFUSION decodes with its portable Triton kernel, which is slow: %s", why or "asked for")
+            return
         columns = self.group * max_query_tokens
         self.columns = 8 if columns <= 8 else 16
         self.column_blocks = -(-columns // self.columns)
@@ -81,6 +90,8 @@ class DecodeAttention:
     def plan(self, seq_lens: torch.Tensor) -> None:
         """Cut the step's work for ``seq_lens`` (int32 [sequences], on the device). Queued in the current stream, like ``run``."""
         self._check("seq_lens", seq_lens, torch.int32, 1)
+        if self.portable:
+            return
         plan_decode(seq_lens, self.records, self.kv_heads * self.column_blocks, self.small)
 
     def run(
@@ -95,8 +106,6 @@ class DecodeAttention:
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with the last plan; see the module's docstring. Returns ``out``. Raises ValueError for tensors that do not fit."""
-        from zipfusion_vllm.kernels.decode_gluon import decode_kernel
-
         self._check("q", q, torch.bfloat16, 3)
         self._check("out", out, torch.bfloat16, 3)
         self._check("arena", arena, torch.uint8, 1)
@@ -112,6 +121,11 @@ class DecodeAttention:
             raise ValueError(f"{len(seq_lens)} sequences, but {len(block_table)} block table rows and {len(query_start)} query starts (one more)")
         if lse is not None:
             self._check("lse", lse, torch.float32, 2)
+        if self.portable:
+            run_portable(q, arena, table, block_table, seq_lens, query_start, out, lse, self.kv_heads, self.max_query_tokens, self.scale, self.soft_cap)
+            return out
+        from zipfusion_vllm.kernels.decode_gluon import decode_kernel
+
         decode_kernel[(self.programs,)](
             q, arena.view(torch.int32), table.view(torch.int32), block_table, seq_lens, query_start, self.records, out,
             lse if lse is not None else self.parts_ml, self.parts_o, self.parts_ml, self.counters,
