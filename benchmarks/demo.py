@@ -138,9 +138,14 @@ def measure(console: Console, model: Path, prompts: list[list[int]], *, compacti
             seconds = asyncio.run(_saturate(server, prompts, progress))
             console.print(f"  load done in {seconds:.0f} s")
             progress.show("  stopping")
-            return Figures(answer, ready, seconds, server.metrics(), server.find_in_log("ZIPFUSION is active") or "")
+            return Figures(answer, ready, seconds, server.metrics(), _start_line(server, model))
     except httpx.HTTPError as error:
         raise ServerError(f"a request failed ({error!r}); the server's last lines:\n{server.tail()}") from error
+
+
+def _start_line(server: Server, model: Path) -> str:
+    """ZIPFUSION's line at start, without the folder that the model lies in on this machine."""
+    return (server.find_in_log("ZIPFUSION is active") or "").replace(str(model), model.name)
 
 
 def summary(on: Figures, off: Figures) -> dict[str, Any]:

@@ -81,7 +81,9 @@ class Timer:
         for (name, field), pairs in events.items():
             times = sorted(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
             result[name][field] = round(times[len(times) // 2], 2)
-            result[name][field + "_p10"], result[name][field + "_p90"] = (round(times[int(len(times) * s)], 2) for s in (0.1, 0.9))
+            result[name][field + "_p10"], result[name][field + "_p90"] = (
+                round(times[int(len(times) * s)], 2) for s in (0.1, 0.9)
+            )
         return result
 
 
@@ -132,10 +134,15 @@ def peers(lengths: list[int], q_heads: int, kv_heads: int, dim: int, query: int)
         )
         indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
         last = torch.tensor([(n - 1) % 16 + 1 for n in lengths], dtype=torch.int32)
-        wrapper.plan(indptr, ids.cpu(), last, q_heads, kv_heads, dim, 16, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+        wrapper.plan(
+            indptr, ids.cpu(), last, q_heads, kv_heads, dim, 16, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16
+        )
         return lambda: wrapper.run(q, (k, v))
 
-    makers: dict[str, Callable[[], Callable[[], object]]] = {"flash_attention_3": flash_attention_3, "vllm_triton": vllm_triton}
+    makers: dict[str, Callable[[], Callable[[], object]]] = {
+        "flash_attention_3": flash_attention_3,
+        "vllm_triton": vllm_triton,
+    }
     if query == 1:
         makers["flashinfer_tensor_cores"] = lambda: flashinfer(True)
         makers["flashinfer_cuda_cores"] = lambda: flashinfer(False)
@@ -146,11 +153,16 @@ def peers(lengths: list[int], q_heads: int, kv_heads: int, dim: int, query: int)
             torch.cuda.synchronize()
             found[name] = run
         except Exception as error:
-            print(f"{name} left out at {q_heads}/{kv_heads}/{dim}: {type(error).__name__} {str(error)[:200]}", file=sys.stderr)
+            print(
+                f"{name} left out at {q_heads}/{kv_heads}/{dim}: {type(error).__name__} {str(error)[:200]}",
+                file=sys.stderr,
+            )
     return found
 
 
-def ours(lengths: list[int], q_heads: int, kv_heads: int, dim: int, query: int, eligible: float) -> tuple[Callable[[], object], int, float]:
+def ours(
+    lengths: list[int], q_heads: int, kv_heads: int, dim: int, query: int, eligible: float
+) -> tuple[Callable[[], object], int, float]:
     """(run, compressed bytes read, relative error against float64 on the shortest sequence)."""
     counts = [-(-n // 16) for n in lengths]
     total = sum(counts)
@@ -169,7 +181,10 @@ def ours(lengths: list[int], q_heads: int, kv_heads: int, dim: int, query: int, 
     i = min(range(len(lengths)), key=lengths.__getitem__)
     rows = pages.table[table[i, : counts[i]].long()].flatten(0, 1)
     k, v = (
-        pages_to_values(pages.arena, rows, dim, kind).view(counts[i], kv_heads, 16, dim).transpose(1, 2).flatten(0, 1)[: lengths[i]]
+        pages_to_values(pages.arena, rows, dim, kind)
+        .view(counts[i], kv_heads, 16, dim)
+        .transpose(1, 2)
+        .flatten(0, 1)[: lengths[i]]
         for kind in ("k", "v")
     )
     mine = slice(i * query, (i + 1) * query)
@@ -181,7 +196,9 @@ def ours(lengths: list[int], q_heads: int, kv_heads: int, dim: int, query: int, 
 
 
 def machine() -> dict[str, str]:
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
     return {"gpu": torch.cuda.get_device_name(0), "driver": driver.stdout.strip(), "torch": torch.__version__,
             "triton": triton.__version__, "python": platform.python_version(), "command": " ".join(sys.argv)}  # fmt: skip
 
@@ -226,7 +243,9 @@ def main() -> None:
             info[name] = (name, None, sum(lengths) * kv_heads * dim * 4, None)
         times = timer.time(functions)
         best = min((times[n]["us"] for n in times if info[n][1] is None), default=float("nan"))
-        best_graph = min((times[n].get("us_graph", float("inf")) for n in times if info[n][1] is None), default=float("nan"))
+        best_graph = min(
+            (times[n].get("us_graph", float("inf")) for n in times if info[n][1] is None), default=float("nan")
+        )
         line = []
         for name, result in times.items():
             kernel, eligible, num_bytes, error = info[name]

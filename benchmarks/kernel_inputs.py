@@ -30,7 +30,9 @@ def random_values(shape: tuple[int, ...], eligible: float, device: str, generato
     values = torch.where(values.abs() < 2**-10, 2**-10, values).to(torch.bfloat16)
     blocks = values.view(n, tokens, dim // 32, 32)
     spoiled = torch.rand(n, dim // 32, device=device, generator=generator) >= eligible
-    blocks[:, 3, :, 7] = torch.where(spoiled, torch.tensor(1e-9, dtype=torch.bfloat16, device=device), blocks[:, 3, :, 7])
+    blocks[:, 3, :, 7] = torch.where(
+        spoiled, torch.tensor(1e-9, dtype=torch.bfloat16, device=device), blocks[:, 3, :, 7]
+    )
     return values
 
 
@@ -72,7 +74,9 @@ def make_pages(
     arena = torch.empty((first_unit + total + 64) * UNIT_BYTES, dtype=torch.uint8, device=device)
     within = torch.arange(total, device=device) - (ends - all_units[order]).repeat_interleave(all_units[order])
     region = (source[:, None] * heads * 2 + torch.arange(heads * 2, device=device)).flatten()[order]
-    arena[first_unit * UNIT_BYTES :].view(-1, UNIT_BYTES)[:total] = payload[region.repeat_interleave(all_units[order]) * shape.raw_region_units + within]
+    arena[first_unit * UNIT_BYTES :].view(-1, UNIT_BYTES)[:total] = payload[
+        region.repeat_interleave(all_units[order]) * shape.raw_region_units + within
+    ]
     table = torch.zeros(num_pages, heads, 2, shape.entry_bytes, dtype=torch.uint8, device=device)
     starts = (starts + first_unit).view(num_pages, heads, 2)
     for byte in range(START_BYTES):
