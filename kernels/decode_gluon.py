@@ -201,7 +201,7 @@ def decode_kernel(
         q_offset = (query_0 + q_token).to(gl.int64) * q_stride_token + (head * GROUP + column % GROUP) * q_stride_head
         q_fragment = gl.load(q + q_offset + dim_q + warp_q * 0, mask=(q_token < num_query) & (q_token < MAX_QUERY) & (warp_q >= 0) & (dim_q >= 0), other=0.0)
 
-        # Registers run ahead: words of page i, row of page i+1, id of page i+2.
+        # Registers run ahead: words of page i, row of page i+1, id of page i+2; in the loop one further.
         index = tile * W + warp
         page = gl.load(pages + index, mask=index < page_end, other=0)
         page_next = gl.load(pages + index + W, mask=index + W < page_end, other=0)
@@ -210,6 +210,8 @@ def decode_kernel(
         if PREFETCH_V:
             v_lo, v_hi, v_second = _load_region(arena, v_start, (vb, vb1), index < page_end, W, NB, LO, HI)
         n_k_start, n_kb, n_kb1, n_v_start, n_vb, n_vb1 = _load_row(table, page_next, head, KV_HEADS, ROW_WORDS, W)
+
+        page_next = gl.load(pages + index + 2 * W, mask=index + 2 * W < page_end, other=0)
 
         m = gl.full([W, COLS], NEG, gl.float32, gl.SliceLayout(1, MMA))
         l = gl.zeros([W, 16, COLS], gl.float32, MMA)
@@ -222,7 +224,8 @@ def decode_kernel(
             index = t * W + warp
             if not PREFETCH_V:
                 v_lo, v_hi, v_second = _load_region(arena, v_start, (vb, vb1), index < page_end, W, NB, LO, HI)
-            page_next = gl.load(pages + index + 2 * W, mask=index + 2 * W < page_end, other=0)
+            n2_k_start, n2_kb, n2_kb1, n2_v_start, n2_vb, n2_vb1 = _load_row(table, page_next, head, KV_HEADS, ROW_WORDS, W)
+            page_next = gl.load(pages + index + 3 * W, mask=index + 3 * W < page_end, other=0)
             k = _decode_region(k_lo, k_hi, k_second, (kb, kb1), 0, False, W, NB, HI, A)
             k_lo, k_hi, k_second = _load_region(arena, n_k_start, (n_kb, n_kb1), index + W < page_end, W, NB, LO, HI)
             s = mma_v2(k, q_fragment, gl.zeros([W, 16, COLS], gl.float32, MMA))
@@ -253,7 +256,7 @@ def decode_kernel(
             v_start = n_v_start
             if PREFETCH_V:
                 v_lo, v_hi, v_second = _load_region(arena, v_start, (vb, vb1), index + W < page_end, W, NB, LO, HI)
-            n_k_start, n_kb, n_kb1, n_v_start, n_vb, n_vb1 = _load_row(table, page_next, head, KV_HEADS, ROW_WORDS, W)
+            n_k_start, n_kb, n_kb1, n_v_start, n_vb, n_vb1 = n2_k_start, n2_kb, n2_kb1, n2_v_start, n2_vb, n2_vb1
             acc = acc * alpha.expand_dims(1)
             acc = mma_v2(v, p_t, acc)
 

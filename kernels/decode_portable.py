@@ -69,14 +69,16 @@ def portable_kernel(
     m = tl.full([COLS], -1e30, tl.float32)
     l = tl.zeros([COLS], tl.float32)  # noqa: E741
     acc = tl.zeros([COLS, NB * 32], tl.float32)
-    for index in range(0, (length + 15) // 16):
+    index = 0
+    while index * 16 < length:  # not range(): the interpreter takes no loaded bound there
         page = tl.load(block_table + sequence * block_table_stride + index).to(tl.int64)
         entry = table + (page * KV_HEADS + head) * ROW_BYTES
         position = index * 16 + tl.arange(0, 16)
         k = _region_values(arena, entry, NB, False)
         v = _region_values(arena, entry + ROW_BYTES // 2, NB, True)
-        v = tl.where((position < length)[:, None], v, 0.0).to(tl.bfloat16)
-        s = tl.dot(q_tile, tl.trans(k)) * scale
+        v = tl.where((position < length)[:, None], v.to(tl.float32), 0.0)
+        # FP32 operands: the interpreter's dot takes BF16 bits for integers, and products of BF16 are exact in FP32.
+        s = tl.dot(q_tile.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee") * scale
         if HAS_CAP:
             s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
         s = tl.where(position[None, :] < limit[:, None], s, float("-inf"))
@@ -84,8 +86,9 @@ def portable_kernel(
         p = tl.exp(s - m_new[:, None])
         alpha = tl.exp(m - m_new)
         l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
-        acc = acc * alpha[:, None] + tl.dot(p.to(tl.bfloat16), v)
+        acc = acc * alpha[:, None] + tl.dot(p, v, input_precision="ieee")
         m = m_new
+        index += 1
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     tl.store(out + (row * out_stride_token + q_head * out_stride_head)[:, None] + dim[None, :], acc.to(tl.bfloat16), mask=real[:, None])
     if HAS_LSE:
