@@ -36,7 +36,7 @@ def write_rows(timer: Timer) -> list[dict]:
             from vllm import _custom_ops as ops
 
             one = torch.ones((), device=DEVICE)
-            functions["reshape_and_cache_flash"] = lambda k=k, v=v, slots=slots: ops.reshape_and_cache_flash(
+            functions["reshape_and_cache_flash"] = lambda k=k, v=v, slots=slots, one=one: ops.reshape_and_cache_flash(
                 k, v, cache[0], cache[1], slots, "auto", one, one
             )
             functions["reshape_and_cache_flash"]()

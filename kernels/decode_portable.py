@@ -38,7 +38,7 @@ def _region_values(arena, entry, NB: tl.constexpr, IS_V: tl.constexpr):
     v11 = ((low >> 24) & 0xFF) | ((high >> 16) & 0xFF00)
     values = tl.join(tl.join(v00.to(tl.int16), v01.to(tl.int16)), tl.join(v10.to(tl.int16), v11.to(tl.int16)))
     values = tl.reshape(values, [NB, 8, 4, 2, 2, 2, 2])  # block, g, q, s, r, e, h
-    if IS_V:
+    if IS_V:  # noqa: SIM108 (a constexpr branch)
         values = tl.permute(values, [6, 2, 5, 0, 3, 4, 1])  # h, q, e | block, s, r, g
     else:
         values = tl.permute(values, [4, 1, 0, 3, 6, 2, 5])  # r, g | block, s, h, q, e
@@ -67,7 +67,7 @@ def portable_kernel(
     q_tile = tl.load(q + (row * q_stride_token + q_head * q_stride_head)[:, None] + dim[None, :], mask=real[:, None], other=0.0)
     limit = tl.minimum(length - num_query + token + 1, length)
     m = tl.full([COLS], -1e30, tl.float32)
-    l = tl.zeros([COLS], tl.float32)  # noqa: E741
+    l = tl.zeros([COLS], tl.float32)
     acc = tl.zeros([COLS, NB * 32], tl.float32)
     index = 0
     while index * 16 < length:  # not range(): the interpreter takes no loaded bound there
@@ -85,7 +85,7 @@ def portable_kernel(
         m_new = tl.maximum(m, tl.max(s, axis=1))
         p = tl.exp(s - m_new[:, None])
         alpha = tl.exp(m - m_new)
-        l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
+        l = l * alpha + tl.sum(p, axis=1)
         acc = acc * alpha[:, None] + tl.dot(p, v, input_precision="ieee")
         m = m_new
         index += 1

@@ -189,7 +189,7 @@ def _block_values(low, first, second, base, IS_V: tl.constexpr):
     v11 = ((low >> 24) & 0xFF) | ((high >> 16) & 0xFF00)
     values = tl.join(tl.join(v00.to(tl.int16), v01.to(tl.int16)), tl.join(v10.to(tl.int16), v11.to(tl.int16)))
     values = tl.reshape(values, [8, 4, 2, 2, 2, 2])  # g, q, s, r, e, h
-    if IS_V:
+    if IS_V:  # noqa: SIM108 (a constexpr branch)
         values = tl.permute(values, [5, 1, 4, 2, 3, 0])  # h, q, e | s, r, g
     else:
         values = tl.permute(values, [3, 0, 2, 5, 1, 4])  # r, g | s, h, q, e

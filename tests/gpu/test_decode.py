@@ -18,7 +18,7 @@ def make_case(lengths, group, heads, dim, eligible, query=1, seed=0, raw=False, 
     pages = make_pages(num, heads, dim, eligible, seed=seed, pool=num)
     k, v = pages.k.clone(), pages.v.clone()
     order = torch.randperm(num - 1, device=DEVICE) + 1
-    table = torch.full((len(lengths), max(pages_each + [1]) + 3), 2**30, dtype=torch.int32, device=DEVICE)  # garbage past the end
+    table = torch.full((len(lengths), max([*pages_each, 1]) + 3), 2**30, dtype=torch.int32, device=DEVICE)  # garbage past the end
     values, at = [], 0
     for i, (n, count) in enumerate(zip(lengths, pages_each, strict=True)):
         ids = order[at : at + count]
@@ -30,7 +30,7 @@ def make_case(lengths, group, heads, dim, eligible, query=1, seed=0, raw=False, 
             v[ids[-1], n % 16 :] = float("nan")
     pages = make_pages(num, heads, dim, eligible, seed=seed, k=k, v=v, raw=raw)
     tokens = [min(query, n) if n else 1 for n in lengths]
-    start = torch.tensor([0] + list(torch.tensor(tokens).cumsum(0)), dtype=torch.int32, device=DEVICE)
+    start = torch.tensor([0, *torch.tensor(tokens).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     q = torch.randn(sum(tokens), group * heads, dim, device=DEVICE).bfloat16()
     return pages, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), start, q, values
 
@@ -47,7 +47,7 @@ def run(case, group, heads, dim, query, soft_cap=0.0):
 
 
 def check(case, out, lse, dim, soft_cap=0.0):
-    _, _, lengths, start, q, values = case
+    _, _, _, start, q, values = case
     for i, (k, v) in enumerate(values):
         rows = slice(int(start[i]), int(start[i + 1]))
         want, want_lse = attention(q[rows].double(), k.double(), v.double(), dim**-0.5, soft_cap)
@@ -66,7 +66,7 @@ SHAPES = [(4, 8, 128, 1), (1, 8, 128, 1), (8, 8, 128, 1), (4, 8, 64, 1), (4, 8, 
           (3, 3, 64, 1), (4, 8, 128, 2), (4, 8, 128, 4), (4, 8, 128, 8), (16, 1, 128, 8), (8, 1, 256, 2), (5, 2, 64, 3)]  # fmt: skip
 
 
-@pytest.mark.parametrize("group,heads,dim,query", SHAPES)
+@pytest.mark.parametrize(("group", "heads", "dim", "query"), SHAPES)
 @pytest.mark.parametrize("eligible", [1.0, 0.9, 0.0])
 def test_against_float64(group, heads, dim, query, eligible):
     case = make_case(LENGTHS, group, heads, dim, eligible, query)

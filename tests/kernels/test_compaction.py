@@ -29,7 +29,7 @@ def set_starts(table, page, starts, shape):
     rows[..., START_BYTES : START_BYTES + shape.blocks_per_region] = RAW_BASE
 
 
-@pytest.mark.parametrize("shape,per_chunk", SHAPES)
+@pytest.mark.parametrize(("shape", "per_chunk"), SHAPES)
 @pytest.mark.parametrize("eligible", [1.0, 0.8, 0.3, 0.0])
 def test_compact(shape, per_chunk, eligible):
     generator = torch.Generator(DEVICE).manual_seed(3)

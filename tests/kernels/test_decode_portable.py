@@ -17,7 +17,7 @@ from zipfusion_vllm.kernels.reference import attention  # noqa: E402
 
 
 @pytest.mark.parametrize("lengths", [[1], [0, 0], [5000], [64, 0, 129, 1000, 65], [300] * 20])
-@pytest.mark.parametrize("lists,programs,small", [(1, 12, 8), (3, 40, 20)])
+@pytest.mark.parametrize(("lists", "programs", "small"), [(1, 12, 8), (3, 40, 20)])
 def test_plan_covers_every_tile_once(lengths, lists, programs, small):
     records = torch.full((programs, RECORD_INTS), -7, dtype=torch.int32, device=DEVICE)
     plan_decode(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), records, lists, small)
@@ -32,7 +32,7 @@ def test_plan_covers_every_tile_once(lengths, lists, programs, small):
     assert covered == tiles and max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("dim,group,query", [(64, 3, 1), (128, 4, 3), (256, 2, 1)])
+@pytest.mark.parametrize(("dim", "group", "query"), [(64, 3, 1), (128, 4, 3), (256, 2, 1)])
 @pytest.mark.parametrize("eligible", [0.8, 0.0])
 def test_portable(dim, group, query, eligible):
     torch.manual_seed(0)

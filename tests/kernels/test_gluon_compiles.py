@@ -43,7 +43,7 @@ def test_compiles(capability):
     assert compiled(capability) == "mma movmatrix\n"
 
 
-@pytest.mark.parametrize("dim,columns,group,query,registers", [(64, 8, 4, 1, 96), (256, 8, 4, 1, 255), (128, 16, 16, 1, 255), (128, 16, 4, 8, 255)])
+@pytest.mark.parametrize(("dim", "columns", "group", "query", "registers"), [(64, 8, 4, 1, 96), (256, 8, 4, 1, 255), (128, 16, 16, 1, 255), (128, 16, 4, 8, 255)])
 def test_compiles_other_shapes(dim, columns, group, query, registers):
     assert compiled(90, dim, columns, group, query, registers) == "mma movmatrix\n"
 
