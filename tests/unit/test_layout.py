@@ -96,7 +96,7 @@ def test_all_processes_choose_alike_and_fast() -> None:
 
 
 def test_bad_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="between 0 and 1, got 1.2"):
+    with pytest.raises(ValueError, match=r"between 0 and 1, got 1\.2"):
         choose_regions_per_chunk(LLAMA_8B, 1.2)
     with pytest.raises(ValueError, match="too small for a lookup table"):
         ArenaLayout(LLAMA_8B, 100, 1000, 12)
