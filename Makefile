@@ -7,11 +7,12 @@ TESTS ?= tests/unit tests/engine
 JOBS ?= 2
 RUN := .venv/bin/python
 
-.PHONY: help demo test env dev model lint types tables unit bench-cpu wheel clean
+.PHONY: help demo test env dev model lint types tables kernels unit bench-cpu wheel clean
 
 help:
 	@echo 'make demo       serve SmolLM2-135M with ZIPFUSION and show what it saves (makes its environment first)'
 	@echo 'make test       lint, types, rendered tables and all tests that need no GPU (makes its environment first)'
+	@echo 'make kernels    only the Triton and Gluon kernels, interpreted and compiled on the CPU'
 	@echo 'make unit       only the tests without vLLM engines'
 	@echo 'make bench-cpu  decode throughput against stock vLLM on this machine'
 	@echo 'make tables     render the tables of README.md from benchmarks/results and the package'
@@ -23,6 +24,7 @@ demo: env model
 test: dev model
 	@$(MAKE) --no-print-directory lint types
 	$(RUN) -m benchmarks.render --check
+	@$(MAKE) --no-print-directory kernels
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 env:
@@ -44,6 +46,16 @@ lint: dev
 types: dev
 	$(RUN) scripts/check_types.py
 
+# Triton would switch vLLM's CPU build to another model runner, so its kernels are compiled and interpreted in an environment of their own.
+kernels: .venv-kernels/.stamp
+	.venv-kernels/bin/python -m pytest -q tests/kernels
+
+.venv-kernels/.stamp: tests/kernels/requirements.txt setup.cfg
+	$(PYTHON) -m venv .venv-kernels
+	.venv-kernels/bin/pip install -q -r tests/kernels/requirements.txt
+	.venv-kernels/bin/pip install -q --no-deps -e .
+	@touch $@
+
 unit: dev
 	$(RUN) -m pytest -n $(JOBS) tests/unit
 
@@ -57,4 +69,4 @@ wheel: dev
 	$(RUN) -m pip wheel -q --no-deps --no-build-isolation -w dist .
 
 clean:
-	rm -rf .venv .venv-gpu .cache build dist
+	rm -rf .venv .venv-gpu .venv-kernels .cache build dist

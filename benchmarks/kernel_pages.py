@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Page write, compaction, restore, and 'restore, then FlashAttention' on one GPU: cold L2, medians; bytes per second of raw data.
 
-    python3 -m benchmarks.kernel_pages [--json benchmarks/results/kernel_pages.h200.json]
+python3 -m benchmarks.kernel_pages [--json benchmarks/results/kernel_pages.h200.json]
 """
 
 import argparse
@@ -30,7 +30,9 @@ def write_rows(timer: Timer) -> list[dict]:
         if name.startswith("decode"):
             slots = torch.randperm(8192, device=DEVICE)[:tokens] * 16 + 5
         else:
-            slots = (torch.randperm(8192, device=DEVICE)[: tokens // 16, None] * 16 + torch.arange(16, device=DEVICE)).flatten()
+            slots = (
+                torch.randperm(8192, device=DEVICE)[: tokens // 16, None] * 16 + torch.arange(16, device=DEVICE)
+            ).flatten()
         functions = {"zipfusion": lambda k=k, v=v, slots=slots: write_tokens(k, v, slots, pages.arena, pages.table)}
         try:
             from vllm import _custom_ops as ops
@@ -45,7 +47,15 @@ def write_rows(timer: Timer) -> list[dict]:
             print(f"vLLM's write left out: {error}", file=sys.stderr)
         for kernel, result in timer.time(functions).items():
             size = tokens * HEADS * DIM * 4
-            rows.append({"operation": "write", "case": name, "kernel": kernel, **result, "raw_gbps": round(size / result["us"] / 1e3, 1)})
+            rows.append(
+                {
+                    "operation": "write",
+                    "case": name,
+                    "kernel": kernel,
+                    **result,
+                    "raw_gbps": round(size / result["us"] / 1e3, 1),
+                }
+            )
     return rows
 
 
@@ -71,7 +81,12 @@ def compaction_rows(timer: Timer) -> list[dict]:
     for num_pages in (4, 32, 128):
         layout_pages = num_pages + 1
         chunks = -(-shape.regions_per_page // 12)
-        layout = ArenaLayout(shape, layout_pages, (num_pages * chunks + 2) * 12 * shape.raw_region_bytes + layout_pages * shape.table_page_bytes + 512, 12)
+        layout = ArenaLayout(
+            shape,
+            layout_pages,
+            (num_pages * chunks + 2) * 12 * shape.raw_region_bytes + layout_pages * shape.table_page_bytes + 512,
+            12,
+        )
         arena = torch.empty(layout.table_offset, dtype=torch.uint8, device=DEVICE)
         one = random_values((4096, 16, DIM), 0.92, DEVICE, torch.Generator(DEVICE).manual_seed(0))
         from zipfusion_vllm import codec
@@ -118,7 +133,15 @@ def main() -> None:
     timer = Timer(21)
     rows = write_rows(timer) + restore_rows(timer) + compaction_rows(timer)
     fused, _, _ = ours([8192] * 32, 32, 8, 128, 1, 0.92)
-    rows.append({"operation": "fused attention", "case": "32 x 8192", "kernel": "zipfusion", "eligible": 0.92, **timer.time({"f": fused})["f"]})
+    rows.append(
+        {
+            "operation": "fused attention",
+            "case": "32 x 8192",
+            "kernel": "zipfusion",
+            "eligible": 0.92,
+            **timer.time({"f": fused})["f"],
+        }
+    )
     for row in rows:
         print(row)
     if args.json:

@@ -92,7 +92,13 @@ def pack_kernel(
             used = tl.sum(tl.where(mine, taken, 0), axis=0)
             occurrence = tl.sum(tl.where(mine, placed, 0), axis=0)
             past = rank - tl.sum(tl.where(mine, first_rank, 0), axis=0)
-            here = there & (size_class == pick - SMALLEST) & (past >= 0) & (past < alike * used) & (past % used == occurrence)
+            here = (
+                there
+                & (size_class == pick - SMALLEST)
+                & (past >= 0)
+                & (past < alike * used)
+                & (past % used == occurrence)
+            )
             chunk = tl.where(here, num_chunks + past // used, chunk)
             offset = tl.where(here, chunk_units - space, offset)
             placed += tl.where(mine, 1, 0)
@@ -186,9 +192,13 @@ class Compactor:
         self.units = torch.empty(max_pages, regions, dtype=torch.int32, device=device)
         self.starts = torch.empty(max_pages, regions, dtype=torch.int32, device=device)
         self.counts = torch.empty(max_pages, dtype=torch.int32, device=device)
-        self.staging = torch.empty(max_pages * regions * shape.raw_region_units * UNIT_BYTES, dtype=torch.uint8, device=device)
+        self.staging = torch.empty(
+            max_pages * regions * shape.raw_region_units * UNIT_BYTES, dtype=torch.uint8, device=device
+        )
 
-    def compact(self, pages: torch.Tensor, arena: torch.Tensor, table: torch.Tensor, own: torch.Tensor, answer: torch.Tensor) -> None:
+    def compact(
+        self, pages: torch.Tensor, arena: torch.Tensor, table: torch.Tensor, own: torch.Tensor, answer: torch.Tensor
+    ) -> None:
         """Compact ``pages`` (int32 or int64 [n], raw, full, distinct, at most ``max_pages``).
 
         ``answer``: int32 [at least n]; the chunks that each page keeps are copied there (pinned host memory: without blocking; valid once an
@@ -197,11 +207,24 @@ class Compactor:
         layout, shape = self.layout, self.layout.shape
         n = len(pages)
         if n > self.max_pages or len(answer) < n:
-            raise ValueError(f"{n} pages to compact, the staging takes {self.max_pages} and the answer {len(answer)}: compact in smaller groups")
-        if table.shape != (shape.num_layers, layout.num_pages, shape.num_kv_heads, shape.row_bytes) or not table.is_contiguous():
-            raise ValueError(f"the table must be contiguous {shape.num_layers} layers of {layout.num_pages} pages, got {list(table.shape)}")
-        if own.dtype != torch.int32 or own.shape != (layout.num_pages, layout.chunks_per_raw_page) or not own.is_contiguous():
-            raise ValueError(f"own must be int32 [{layout.num_pages}, {layout.chunks_per_raw_page}], got {own.dtype} {list(own.shape)}")
+            raise ValueError(
+                f"{n} pages to compact, the staging takes {self.max_pages} and the answer {len(answer)}: compact in smaller groups"
+            )
+        if (
+            table.shape != (shape.num_layers, layout.num_pages, shape.num_kv_heads, shape.row_bytes)
+            or not table.is_contiguous()
+        ):
+            raise ValueError(
+                f"the table must be contiguous {shape.num_layers} layers of {layout.num_pages} pages, got {list(table.shape)}"
+            )
+        if (
+            own.dtype != torch.int32
+            or own.shape != (layout.num_pages, layout.chunks_per_raw_page)
+            or not own.is_contiguous()
+        ):
+            raise ValueError(
+                f"own must be int32 [{layout.num_pages}, {layout.chunks_per_raw_page}], got {own.dtype} {list(own.shape)}"
+            )
         if n == 0:
             return
         regions, blocks, heads = shape.regions_per_page, shape.blocks_per_region, shape.num_kv_heads
@@ -215,7 +238,18 @@ class Compactor:
             shape.compact_region_units, blocks + 1, _CLASSES, triton.next_power_of_2(regions), num_warps=1,
         )  # fmt: skip
         encode_kernel[grid](
-            arena, table, pages, layout.num_pages, self.bases, self.staging, regions, heads, shape.row_bytes, blocks, RAW_BASE, num_warps=1
+            arena,
+            table,
+            pages,
+            layout.num_pages,
+            self.bases,
+            self.staging,
+            regions,
+            heads,
+            shape.row_bytes,
+            blocks,
+            RAW_BASE,
+            num_warps=1,
         )
         move_kernel[grid](
             arena, table, pages, layout.num_pages, self.bases, self.units, self.starts, self.staging, regions,

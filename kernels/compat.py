@@ -17,7 +17,9 @@ MIN_GLUON_VERSION = (3, 5)
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 if VERSION < MIN_VERSION:
-    raise ImportError(f"triton {triton.__version__} is too old for the GPU kernels of zipfusion-vllm: install 3.4 or newer")
+    raise ImportError(
+        f"triton {triton.__version__} is too old for the GPU kernels of zipfusion-vllm: install 3.4 or newer"
+    )
 
 gluon: Any = None
 gl: Any = None

@@ -57,9 +57,13 @@ class DecodeAttention:
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim {head_dim} is not supported: decode attention takes {HEAD_DIMS}")
         if kv_heads < 1 or q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
-            raise ValueError(f"{q_heads} query heads over {kv_heads} KV heads: decode attention takes whole groups of 1 to {MAX_GROUP}")
+            raise ValueError(
+                f"{q_heads} query heads over {kv_heads} KV heads: decode attention takes whole groups of 1 to {MAX_GROUP}"
+            )
         if not 1 <= max_query_tokens <= MAX_QUERY_TOKENS:
-            raise ValueError(f"{max_query_tokens} query tokens per sequence: decode attention takes 1 to {MAX_QUERY_TOKENS}")
+            raise ValueError(
+                f"{max_query_tokens} query tokens per sequence: decode attention takes 1 to {MAX_QUERY_TOKENS}"
+            )
         self.q_heads, self.kv_heads, self.head_dim = q_heads, kv_heads, head_dim
         self.group = q_heads // kv_heads
         self.max_query_tokens = max_query_tokens
@@ -67,7 +71,9 @@ class DecodeAttention:
         self.soft_cap = soft_cap
         self.row_bytes = PageShape(1, 1, head_dim).row_bytes
         self.device = torch.device(device)
-        why = GLUON_ERROR or (None if self.device.type == "cuda" and not interpreted() else f"it runs on {self.device.type}")
+        why = GLUON_ERROR or (
+            None if self.device.type == "cuda" and not interpreted() else f"it runs on {self.device.type}"
+        )
         self.portable = portable or why is not None
         """Whether the slow kernel in plain Triton runs instead of the Gluon one."""
         if self.portable:
@@ -113,16 +119,40 @@ class DecodeAttention:
         self._check("block_table", block_table, torch.int32, 2)
         self._check("seq_lens", seq_lens, torch.int32, 1)
         self._check("query_start", query_start, torch.int32, 1)
-        if q.shape[1:] != (self.q_heads, self.head_dim) or out.shape != q.shape or q.stride(2) != 1 or out.stride(2) != 1:
-            raise ValueError(f"q and out must be [tokens, {self.q_heads}, {self.head_dim}] with a dense last dim, got {list(q.shape)} and {list(out.shape)}")
+        if (
+            q.shape[1:] != (self.q_heads, self.head_dim)
+            or out.shape != q.shape
+            or q.stride(2) != 1
+            or out.stride(2) != 1
+        ):
+            raise ValueError(
+                f"q and out must be [tokens, {self.q_heads}, {self.head_dim}] with a dense last dim, got {list(q.shape)} and {list(out.shape)}"
+            )
         if table.shape[1:] != (self.kv_heads, self.row_bytes) or not table.is_contiguous():
-            raise ValueError(f"the table must be contiguous [pages, {self.kv_heads}, {self.row_bytes}], got {list(table.shape)}")
+            raise ValueError(
+                f"the table must be contiguous [pages, {self.kv_heads}, {self.row_bytes}], got {list(table.shape)}"
+            )
         if len(block_table) < len(seq_lens) or block_table.stride(1) != 1 or len(query_start) != len(seq_lens) + 1:
-            raise ValueError(f"{len(seq_lens)} sequences, but {len(block_table)} block table rows and {len(query_start)} query starts (one more)")
+            raise ValueError(
+                f"{len(seq_lens)} sequences, but {len(block_table)} block table rows and {len(query_start)} query starts (one more)"
+            )
         if lse is not None:
             self._check("lse", lse, torch.float32, 2)
         if self.portable:
-            run_portable(q, arena, table, block_table, seq_lens, query_start, out, lse, self.kv_heads, self.max_query_tokens, self.scale, self.soft_cap)
+            run_portable(
+                q,
+                arena,
+                table,
+                block_table,
+                seq_lens,
+                query_start,
+                out,
+                lse,
+                self.kv_heads,
+                self.max_query_tokens,
+                self.scale,
+                self.soft_cap,
+            )
             return out
         from zipfusion_vllm.kernels.decode_gluon import decode_kernel
 

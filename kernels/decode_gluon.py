@@ -74,7 +74,18 @@ def _load_region(arena, start, bases, valid, W: gl.constexpr, NB: gl.constexpr, 
 
 
 @gluon.jit
-def _decode_region(lo, hi, second, bases, keep, IS_V: gl.constexpr, W: gl.constexpr, NB: gl.constexpr, HI: gl.constexpr, A: gl.constexpr):
+def _decode_region(
+    lo,
+    hi,
+    second,
+    bases,
+    keep,
+    IS_V: gl.constexpr,
+    W: gl.constexpr,
+    NB: gl.constexpr,
+    HI: gl.constexpr,
+    A: gl.constexpr,
+):
     """BF16 operand A: K [W, 16, D] or V^T [W, D, 16].
 
     ``keep`` (V only): byte mask [W, 32, 1, 1] of a lane's 4 tokens; a value past the sequence's end gets the high byte 0, so it is finite.
@@ -115,7 +126,9 @@ def _decode_region(lo, hi, second, bases, keep, IS_V: gl.constexpr, W: gl.conste
 def _load_row(table, page, head, KV_HEADS: gl.constexpr, ROW_WORDS: gl.constexpr, W: gl.constexpr):
     """The lookup-table row of each warp's page: (K start, K bases, V start, V bases), int32 [W, 1, 1, 1]; bases as tuples of words."""
     ROW: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 32, 1, 1, 1], [W, 1, 1, 1, 1], [4, 3, 2, 1, 0])
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, ROW)))))[None, None, None, None, :]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, ROW)))))[
+        None, None, None, None, :
+    ]
     row = (page.to(gl.int64) * KV_HEADS + head) * ROW_WORDS
     at = gl.convert_layout(row, gl.SliceLayout(4, ROW), assert_trivial=True).expand_dims(4) + word
     # Words 0 and 2, then 1 and 3.
@@ -175,7 +188,9 @@ def decode_kernel(
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, HI))))[:, None, None, None]
     warp_mma = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
     token_s = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
-    lane_token = (gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, HI))))[None, :, None, None] & 3) * 2
+    lane_token = (
+        gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, HI))))[None, :, None, None] & 3
+    ) * 2
     column_s = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
     dim_q = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
     column_q = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
@@ -199,7 +214,11 @@ def decode_kernel(
         column = first_column + column_q
         q_token = column // GROUP
         q_offset = (query_0 + q_token).to(gl.int64) * q_stride_token + (head * GROUP + column % GROUP) * q_stride_head
-        q_fragment = gl.load(q + q_offset + dim_q + warp_q * 0, mask=(q_token < num_query) & (q_token < MAX_QUERY) & (warp_q >= 0) & (dim_q >= 0), other=0.0)
+        q_fragment = gl.load(
+            q + q_offset + dim_q + warp_q * 0,
+            mask=(q_token < num_query) & (q_token < MAX_QUERY) & (warp_q >= 0) & (dim_q >= 0),
+            other=0.0,
+        )
 
         # Registers run ahead: words of page i, row of page i+1, id of page i+2; in the loop one further.
         index = tile * W + warp
@@ -224,7 +243,9 @@ def decode_kernel(
             index = t * W + warp
             if not PREFETCH_V:
                 v_lo, v_hi, v_second = _load_region(arena, v_start, (vb, vb1), index < page_end, W, NB, LO, HI)
-            n2_k_start, n2_kb, n2_kb1, n2_v_start, n2_vb, n2_vb1 = _load_row(table, page_next, head, KV_HEADS, ROW_WORDS, W)
+            n2_k_start, n2_kb, n2_kb1, n2_v_start, n2_vb, n2_vb1 = _load_row(
+                table, page_next, head, KV_HEADS, ROW_WORDS, W
+            )
             page_next = gl.load(pages + index + 3 * W, mask=index + 3 * W < page_end, other=0)
             k = _decode_region(k_lo, k_hi, k_second, (kb, kb1), 0, False, W, NB, HI, A)
             k_lo, k_hi, k_second = _load_region(arena, n_k_start, (n_kb, n_kb1), index + W < page_end, W, NB, LO, HI)
@@ -241,13 +262,23 @@ def decode_kernel(
             l = l * alpha.expand_dims(1) + p
             m = m_new
             p16 = gl.inline_asm_elementwise(
-                "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p.to(gl.bfloat16)], dtype=gl.bfloat16, is_pure=True, pack=2
+                "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+                "=r,r",
+                [p.to(gl.bfloat16)],
+                dtype=gl.bfloat16,
+                is_pure=True,
+                pack=2,
             )
             # [W, r, g, column block, 2q+e] holds P[8r + 2q+e, column block * 8 + g]
             p_t = p16.reshape([W, 2, 8, COLS // 8, 8]).permute([0, 1, 4, 3, 2]).reshape([W, 16, COLS])
             p_t = gl.convert_layout(p_t, B, assert_trivial=True)
             left = length - index * 16 - lane_token
-            keep = gl.where(left > 0, 0xFF, 0) | gl.where(left > 1, 0xFF00, 0) | gl.where(left > 8, 0xFF0000, 0) | gl.where(left > 9, 0xFF000000 - (1 << 32), 0)
+            keep = (
+                gl.where(left > 0, 0xFF, 0)
+                | gl.where(left > 1, 0xFF00, 0)
+                | gl.where(left > 8, 0xFF0000, 0)
+                | gl.where(left > 9, 0xFF000000 - (1 << 32), 0)
+            )
             v = _decode_region(v_lo, v_hi, v_second, (vb, vb1), keep, True, W, NB, HI, A)
             kb = n_kb
             kb1 = n_kb1
@@ -305,13 +336,18 @@ def decode_kernel(
                     which_3 = begin + part_3
                     slots_3 = gl.where(which_3 == 0, 2 * first + 1, 2 * (first + which_3)).to(gl.int64)
                     o_part = gl.load(
-                        parts_o + slots_3 * (COLS * D) + column_3 * D + dim_3, mask=which_3 < num_parts, other=0.0, cache_modifier=".cg"
+                        parts_o + slots_3 * (COLS * D) + column_3 * D + dim_3,
+                        mask=which_3 < num_parts,
+                        other=0.0,
+                        cache_modifier=".cg",
                     )
                     m_merged = gl.maximum(m_all, gl.max(m_part, axis=0))
                     w_part = gl.exp2(m_part - m_merged.expand_dims(0))
                     w_old = gl.exp2(m_all - m_merged)
                     l_all = l_all * w_old + gl.sum(l_part * w_part, axis=0)
-                    o = o * gl.convert_layout(w_old, COL).expand_dims(0) + gl.sum(o_part * w_part.expand_dims(1), axis=0)
+                    o = o * gl.convert_layout(w_old, COL).expand_dims(0) + gl.sum(
+                        o_part * w_part.expand_dims(1), axis=0
+                    )
                     m_all = m_merged
         if complete:
             l_o = gl.convert_layout(l_all, COL)

@@ -23,10 +23,14 @@ def _region_values(arena, entry, NB: tl.constexpr, IS_V: tl.constexpr):
     before = tl.sum(tl.where(block[None, :] < block[:, None], raw[None, :].to(tl.int32), 0), axis=1)
     start = tl.load(entry.to(tl.pointer_type(tl.uint32))).to(tl.int64) * 64
     words = arena.to(tl.pointer_type(tl.int32)) + start + (block * 3 + before) * 64
-    low = tl.load(words[:, None, None, None] + lane[None, :, None, None] * 4 + s[None, None, :, None] * 2 + r[None, None, None, :])
+    low = tl.load(
+        words[:, None, None, None] + lane[None, :, None, None] * 4 + s[None, None, :, None] * 2 + r[None, None, None, :]
+    )
     high_at = words[:, None, None] + 128 + lane[None, :, None] * 2 + s[None, None, :]
     first = tl.load(high_at)
-    second = tl.load(high_at + 64, mask=(lane[None, :, None] >= 0) & (s[None, None, :] >= 0) & raw[:, None, None], other=0)
+    second = tl.load(
+        high_at + 64, mask=(lane[None, :, None] >= 0) & (s[None, None, :] >= 0) & raw[:, None, None], other=0
+    )
     mask: tl.constexpr = 0x87878787 - (1 << 32)
     rotated = (first << 4) | ((first >> 28) & 0xF)
     add = (base * 0x01010101)[:, None, None]
@@ -64,7 +68,9 @@ def portable_kernel(
     real = (token < num_query) & (token < MAX_QUERY)
     row = (query_0 + token).to(tl.int64)
     dim = tl.arange(0, NB * 32)
-    q_tile = tl.load(q + (row * q_stride_token + q_head * q_stride_head)[:, None] + dim[None, :], mask=real[:, None], other=0.0)
+    q_tile = tl.load(
+        q + (row * q_stride_token + q_head * q_stride_head)[:, None] + dim[None, :], mask=real[:, None], other=0.0
+    )
     limit = tl.minimum(length - num_query + token + 1, length)
     m = tl.full([COLS], -1e30, tl.float32)
     l = tl.zeros([COLS], tl.float32)
@@ -90,7 +96,11 @@ def portable_kernel(
         m = m_new
         index += 1
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-    tl.store(out + (row * out_stride_token + q_head * out_stride_head)[:, None] + dim[None, :], acc.to(tl.bfloat16), mask=real[:, None])
+    tl.store(
+        out + (row * out_stride_token + q_head * out_stride_head)[:, None] + dim[None, :],
+        acc.to(tl.bfloat16),
+        mask=real[:, None],
+    )
     if HAS_LSE:
         value = tl.where(l == 0.0, float("-inf"), m + tl.log(tl.where(l == 0.0, 1.0, l)))
         tl.store(lse + q_head * lse_stride_head + row, value, mask=real)

@@ -76,9 +76,37 @@ def write_kernel(
     kind = tl.program_id(2) // NB
     block = tl.program_id(2) % NB
     if kind == 0:
-        _write_block(k, slots, arena, table, num_tokens, k_stride_token, k_stride_head, window, head, block, HEADS, ROW_BYTES, False)
+        _write_block(
+            k,
+            slots,
+            arena,
+            table,
+            num_tokens,
+            k_stride_token,
+            k_stride_head,
+            window,
+            head,
+            block,
+            HEADS,
+            ROW_BYTES,
+            False,
+        )
     else:
-        _write_block(v, slots, arena, table, num_tokens, v_stride_token, v_stride_head, window, head, block, HEADS, ROW_BYTES, True)
+        _write_block(
+            v,
+            slots,
+            arena,
+            table,
+            num_tokens,
+            v_stride_token,
+            v_stride_head,
+            window,
+            head,
+            block,
+            HEADS,
+            ROW_BYTES,
+            True,
+        )
 
 
 @triton.jit
@@ -114,7 +142,9 @@ def _write_block(
         row = (table + (page * HEADS + head) * ROW_BYTES + entry).to(tl.pointer_type(tl.uint32))
         start = tl.load(row, mask=loose, other=0).to(tl.int64) * 256 + block * 1024
         dim = tl.arange(0, 32)
-        value = tl.load(source + token.to(tl.int64)[:, None] * stride_token + dim[None, :], mask=loose[:, None], other=0)
+        value = tl.load(
+            source + token.to(tl.int64)[:, None] * stride_token + dim[None, :], mask=loose[:, None], other=0
+        )
         low_at, high_at = _position((tl.maximum(slot, 0) % 16).to(tl.int32)[:, None], dim[None, :], IS_V)
         tl.store(arena + start[:, None] + low_at, (value & 0xFF).to(tl.uint8), mask=loose[:, None])
         tl.store(arena + start[:, None] + high_at, ((value >> 8) & 0xFF).to(tl.uint8), mask=loose[:, None])
@@ -135,9 +165,27 @@ def restore_kernel(
     tokens = tl.load(num_tokens + index)
     entry = table + (page * HEADS + head) * ROW_BYTES + kind * (ROW_BYTES // 2)
     if kind == 0:
-        _restore_block(arena, entry, k + first * stride_token + head * stride_head + block * 32, tokens, block, stride_token, NB, False)
+        _restore_block(
+            arena,
+            entry,
+            k + first * stride_token + head * stride_head + block * 32,
+            tokens,
+            block,
+            stride_token,
+            NB,
+            False,
+        )
     else:
-        _restore_block(arena, entry, v + first * stride_token + head * stride_head + block * 32, tokens, block, stride_token, NB, True)
+        _restore_block(
+            arena,
+            entry,
+            v + first * stride_token + head * stride_head + block * 32,
+            tokens,
+            block,
+            stride_token,
+            NB,
+            True,
+        )
 
 
 @triton.jit
@@ -204,7 +252,9 @@ def _store_block(low, first, second, base, out, tokens, stride_token, IS_V: tl.c
     tl.store(pointer, values, mask=(token < tokens)[:, None])
 
 
-def write_tokens(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, arena: torch.Tensor, table: torch.Tensor) -> None:
+def write_tokens(
+    k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, arena: torch.Tensor, table: torch.Tensor
+) -> None:
     """Write new tokens of one layer into raw pages, in block order.
 
     ``k``, ``v``: bfloat16 [tokens, heads, head_dim], last dim dense; ``slots``: int64 [tokens], page * 16 + position, -1 writes nothing;
@@ -212,7 +262,9 @@ def write_tokens(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, arena: t
     """
     heads, head_dim = _check_values(k, v)
     if slots.dtype != torch.int64 or slots.dim() != 1 or len(slots) > len(k):
-        raise ValueError(f"slots are int64 [tokens] with at most {len(k)} tokens, got {slots.dtype} {list(slots.shape)}")
+        raise ValueError(
+            f"slots are int64 [tokens] with at most {len(k)} tokens, got {slots.dtype} {list(slots.shape)}"
+        )
     row_bytes = _check_table(table, heads, head_dim)
     if not len(slots):
         return
@@ -247,14 +299,25 @@ def restore_pages(
 
 def _check_values(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
     if k.dtype != torch.bfloat16 or v.dtype != torch.bfloat16 or k.dim() != 3 or k.shape != v.shape:
-        raise ValueError(f"k and v are bfloat16 [tokens, heads, head_dim] alike, got {k.dtype} {list(k.shape)} and {v.dtype} {list(v.shape)}")
+        raise ValueError(
+            f"k and v are bfloat16 [tokens, heads, head_dim] alike, got {k.dtype} {list(k.shape)} and {v.dtype} {list(v.shape)}"
+        )
     if k.shape[2] not in HEAD_DIMS or k.stride(2) != 1 or v.stride(2) != 1:
-        raise ValueError(f"head_dim must be one of {HEAD_DIMS} and dense, got {list(k.shape)} with strides {k.stride()}")
+        raise ValueError(
+            f"head_dim must be one of {HEAD_DIMS} and dense, got {list(k.shape)} with strides {k.stride()}"
+        )
     return k.shape[1], k.shape[2]
 
 
 def _check_table(table: torch.Tensor, heads: int, head_dim: int) -> int:
     row_bytes = PageShape(1, heads, head_dim).row_bytes
-    if table.dtype != torch.uint8 or table.dim() != 3 or table.shape[1:] != (heads, row_bytes) or not table.is_contiguous():
-        raise ValueError(f"the table must be contiguous uint8 [pages, {heads}, {row_bytes}], got {table.dtype} {list(table.shape)}")
+    if (
+        table.dtype != torch.uint8
+        or table.dim() != 3
+        or table.shape[1:] != (heads, row_bytes)
+        or not table.is_contiguous()
+    ):
+        raise ValueError(
+            f"the table must be contiguous uint8 [pages, {heads}, {row_bytes}], got {table.dtype} {list(table.shape)}"
+        )
     return row_bytes

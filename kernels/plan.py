@@ -23,7 +23,9 @@ MIN_TILES_PER_PROGRAM = 4
 
 
 @triton.jit
-def plan_kernel(seq_lens, records, num_sequences, lists, small, TILE: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK: tl.constexpr):
+def plan_kernel(
+    seq_lens, records, num_sequences, lists, small, TILE: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program per record. ``lists``: lists of a sequence; ``small``: programs that work when there is little."""
     program = tl.program_id(0)
     grid = tl.num_programs(0)

@@ -24,7 +24,9 @@ def pages_to_values(arena: torch.Tensor, rows: torch.Tensor, head_dim: int, kind
     starts, bases = table_entries(rows, head_dim, kind)
     size = head_dim // 32 * RAW_BLOCK_BYTES
     at = starts[:, None] * UNIT_BYTES + torch.arange(size, device=arena.device)
-    payloads = arena[at.clamp(max=arena.numel() - 1)]  # a compact region at the arena's end is shorter than the row read
+    payloads = arena[
+        at.clamp(max=arena.numel() - 1)
+    ]  # a compact region at the arena's end is shorter than the row read
     return codec.decode_regions(payloads, bases.contiguous(), kind, head_dim)
 
 

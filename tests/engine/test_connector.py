@@ -24,7 +24,9 @@ def generate(llm: Any) -> list[Any]:
     return outcome(llm.generate(prompts, params, use_tqdm=False))
 
 
-def with_faults(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[CompactionAnswer]], list[CompactionAnswer]]) -> None:
+def with_faults(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[list[CompactionAnswer]], list[CompactionAnswer]]
+) -> None:
     """Put ``change`` between worker and scheduler: it sees each step's answers, and gives those that get through."""
     take = WorkerHalf.take_answers
 

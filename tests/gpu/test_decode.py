@@ -18,7 +18,9 @@ def make_case(lengths, group, heads, dim, eligible, query=1, seed=0, raw=False, 
     pages = make_pages(num, heads, dim, eligible, seed=seed, pool=num)
     k, v = pages.k.clone(), pages.v.clone()
     order = torch.randperm(num - 1, device=DEVICE) + 1
-    table = torch.full((len(lengths), max([*pages_each, 1]) + 3), 2**30, dtype=torch.int32, device=DEVICE)  # garbage past the end
+    table = torch.full(
+        (len(lengths), max([*pages_each, 1]) + 3), 2**30, dtype=torch.int32, device=DEVICE
+    )  # garbage past the end
     values, at = [], 0
     for i, (n, count) in enumerate(zip(lengths, pages_each, strict=True)):
         ids = order[at : at + count]

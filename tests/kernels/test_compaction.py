@@ -18,7 +18,13 @@ from zipfusion_vllm.kernels.reference import pages_to_values, table_entries  # n
 from zipfusion_vllm.memory.layout import ArenaLayout  # noqa: E402
 from zipfusion_vllm.memory.packing import pack_pages  # noqa: E402
 
-SHAPES = [(PageShape(2, 2, 64), 3), (PageShape(3, 2, 128), 4), (PageShape(2, 1, 256), 3), (PageShape(8, 3, 128), 6), (PageShape(2, 2, 64), 5)]
+SHAPES = [
+    (PageShape(2, 2, 64), 3),
+    (PageShape(3, 2, 128), 4),
+    (PageShape(2, 1, 256), 3),
+    (PageShape(8, 3, 128), 6),
+    (PageShape(2, 2, 64), 5),
+]
 
 
 def set_starts(table, page, starts, shape):
@@ -37,9 +43,13 @@ def test_compact(shape, per_chunk, eligible):
     regions, raw_bytes = shape.regions_per_page, shape.raw_region_bytes
     chunks_each = -(-regions // per_chunk)
     probe = num_pages * chunks_each + 2
-    layout = ArenaLayout(shape, num_pages, probe * per_chunk * raw_bytes + num_pages * shape.table_page_bytes + 512, per_chunk)
+    layout = ArenaLayout(
+        shape, num_pages, probe * per_chunk * raw_bytes + num_pages * shape.table_page_bytes + 512, per_chunk
+    )
     arena = torch.full((layout.table_offset,), 0x5A, dtype=torch.uint8, device=DEVICE)
-    table = torch.zeros(shape.num_layers, num_pages, shape.num_kv_heads, shape.row_bytes, dtype=torch.uint8, device=DEVICE)
+    table = torch.zeros(
+        shape.num_layers, num_pages, shape.num_kv_heads, shape.row_bytes, dtype=torch.uint8, device=DEVICE
+    )
     ids = torch.randperm(num_pages * chunks_each, generator=torch.Generator().manual_seed(1)) + 1
     own = ids.view(num_pages, chunks_each).int().to(DEVICE)
     values = random_values((num_pages * regions, PAGE_TOKENS, shape.head_dim), eligible, DEVICE, generator).view(
@@ -47,7 +57,9 @@ def test_compact(shape, per_chunk, eligible):
     )
     index = torch.arange(regions)
     for page in range(num_pages):
-        starts = own[page].cpu()[index // per_chunk].long() * layout.chunk_units + index % per_chunk * shape.raw_region_units
+        starts = (
+            own[page].cpu()[index // per_chunk].long() * layout.chunk_units + index % per_chunk * shape.raw_region_units
+        )
         set_starts(table, page, starts, shape)
         for kind, name in ((0, "k"), (1, "v")):
             payload = codec.raw_regions(values[page, kind::2], name)
@@ -71,7 +83,10 @@ def test_compact(shape, per_chunk, eligible):
             if page in (3, 1):
                 starts, got_bases = table_entries(rows, shape.head_dim, name)
                 assert torch.equal(got_bases, bases[page, kind::2])
-                want = own[page].cpu().numpy()[packed.chunk[page, kind::2]].astype("int64") * layout.chunk_units + packed.offset[page, kind::2]
+                want = (
+                    own[page].cpu().numpy()[packed.chunk[page, kind::2]].astype("int64") * layout.chunk_units
+                    + packed.offset[page, kind::2]
+                )
                 assert starts.tolist() == want.tolist()
                 touched.update(own[page].tolist())
     for page in (0, 2):

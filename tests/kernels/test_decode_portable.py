@@ -21,7 +21,9 @@ from zipfusion_vllm.kernels.reference import attention  # noqa: E402
 def test_plan_covers_every_tile_once(lengths, lists, programs, small):
     records = torch.full((programs, RECORD_INTS), -7, dtype=torch.int32, device=DEVICE)
     plan_decode(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), records, lists, small)
-    tiles = [(s, i, t) for s, n in enumerate(lengths) for i in range(lists) for t in range(max(1, -(-n // TILE_TOKENS)))]
+    tiles = [
+        (s, i, t) for s, n in enumerate(lengths) for i in range(lists) for t in range(max(1, -(-n // TILE_TOKENS)))
+    ]
     covered, sizes = [], []
     for sequence, index, tile, count, first, total, working, _ in records.tolist():
         assert total == len(tiles) and working <= programs

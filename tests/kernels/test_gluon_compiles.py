@@ -13,7 +13,15 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from zipfusion_vllm.kernels.decode_gluon import decode_kernel  # noqa: E402
 
-TYPES = {"q": "*bf16", "out": "*bf16", "lse": "*fp32", "parts_o": "*fp32", "parts_ml": "*fp32", "scale": "fp32", "cap": "fp32"}
+TYPES = {
+    "q": "*bf16",
+    "out": "*bf16",
+    "lse": "*fp32",
+    "parts_o": "*fp32",
+    "parts_ml": "*fp32",
+    "scale": "fp32",
+    "cap": "fp32",
+}
 POINTERS = {"arena", "table", "block_table", "seq_lens", "query_start", "plan", "counters"}
 
 
@@ -23,10 +31,15 @@ def compile_decode(capability, dim=128, columns=8, group=4, query=1, registers=1
         "HAS_LSE": True, "HAS_CAP": False, "PREFETCH_V": dim < 256,
     }  # fmt: skip
     names = decode_kernel.arg_names
-    signature = {name: "constexpr" if name in constants else TYPES.get(name, "*i32" if name in POINTERS else "i32") for name in names}
+    signature = {
+        name: "constexpr" if name in constants else TYPES.get(name, "*i32" if name in POINTERS else "i32")
+        for name in names
+    }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = GluonASTSource(decode_kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "maxnreg": registers})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "maxnreg": registers}
+    )
 
 
 def compiled(*arguments):
@@ -43,7 +56,10 @@ def test_compiles(capability):
     assert compiled(capability) == "mma movmatrix\n"
 
 
-@pytest.mark.parametrize(("dim", "columns", "group", "query", "registers"), [(64, 8, 4, 1, 96), (256, 8, 4, 1, 255), (128, 16, 16, 1, 255), (128, 16, 4, 8, 255)])
+@pytest.mark.parametrize(
+    ("dim", "columns", "group", "query", "registers"),
+    [(64, 8, 4, 1, 96), (256, 8, 4, 1, 255), (128, 16, 16, 1, 255), (128, 16, 4, 8, 255)],
+)
 def test_compiles_other_shapes(dim, columns, group, query, registers):
     assert compiled(90, dim, columns, group, query, registers) == "mma movmatrix\n"
 

@@ -40,14 +40,24 @@ def test_write(dim, runs):
     torch.manual_seed(dim)
     heads, num_pages = 2, 5
     arena, table = raw_pages(num_pages, heads, dim)
-    slots = torch.cat([torch.tensor([-1])] + [torch.arange(first, first + n) for first, n in runs] + [torch.tensor([-1, -1])])
+    slots = torch.cat(
+        [torch.tensor([-1])] + [torch.arange(first, first + n) for first, n in runs] + [torch.tensor([-1, -1])]
+    )
     slots = slots.to(DEVICE)
     k, v = bits((len(slots), heads, dim)), bits((len(slots), heads, dim))
     before = arena.clone()
     kernels.write_tokens(k, v, slots, arena, table)
     for kind, values in (("k", k), ("v", v)):
-        old = pages_to_values(before, table.flatten(0, 1), dim, kind).view(num_pages, heads, PAGE_TOKENS, dim).transpose(1, 2)
-        new = pages_to_values(arena, table.flatten(0, 1), dim, kind).view(num_pages, heads, PAGE_TOKENS, dim).transpose(1, 2)
+        old = (
+            pages_to_values(before, table.flatten(0, 1), dim, kind)
+            .view(num_pages, heads, PAGE_TOKENS, dim)
+            .transpose(1, 2)
+        )
+        new = (
+            pages_to_values(arena, table.flatten(0, 1), dim, kind)
+            .view(num_pages, heads, PAGE_TOKENS, dim)
+            .transpose(1, 2)
+        )
         want = old.flatten(0, 1).clone()
         want[slots[slots >= 0]] = values[slots >= 0]
         assert torch.equal(new.flatten(0, 1).view(torch.int16), want.view(torch.int16))
