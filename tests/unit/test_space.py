@@ -1,6 +1,7 @@
 """BlockSpaceManager by example, and as a state machine against a plain model (architecture.md, "What must always hold": 2, 4, 5, 6)."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -179,7 +180,9 @@ def test_nothing_to_do_is_done(space: BlockSpaceManager) -> None:
         (lambda s: setattr(s, "num_compact_pages", 3), "compact pages are counted"),
     ],
 )
-def test_check_names_what_broke(space: BlockSpaceManager, damage, says: str) -> None:
+def test_check_names_what_broke(
+    space: BlockSpaceManager, damage: Callable[[BlockSpaceManager], None], says: str
+) -> None:
     space.allocate(ids(1, 2))
     space.check()
     damage(space)
