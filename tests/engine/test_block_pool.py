@@ -162,15 +162,10 @@ def test_pages_that_nobody_can_hit_are_released_at_once() -> None:
     assert space.num_cached_pages == 3 and space.num_evictable_chunks == 18  # the page in filling is gone
     assert pool_of(manager).get_num_free_blocks() == 20
     assert pool_of(manager).get_usage() == 0.0
-    plain = make_manager(20, caching=False)
-    assert admit(plain, make_request("a", tokens(3, 1)))
-    plain.free(make_request("a", []) if False else plain_request(plain))
+    plain, request = make_manager(20, caching=False), make_request("a", tokens(3, 1))
+    assert admit(plain, request)
+    plain.free(request)
     assert pool_of(plain).space.num_used_chunks == 0
-
-
-def plain_request(manager: KVCacheManager) -> Request:
-    (name,) = zip_manager(manager).req_to_blocks
-    return make_request(name, tokens(1, 1))
 
 
 def test_shared_pages_are_released_with_the_last_reference() -> None:
@@ -356,10 +351,10 @@ def test_only_a_fresh_pool_of_vllm_is_taken_over(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RuntimeError, match="found ZipBlockPool"):
         ZipBlockPool.upgrade(upgraded, layout_of(100), 1)
     monkeypatch.setattr(BlockPool, "touch", lambda self, blocks, why: None)
-    with pytest.raises(RuntimeError, match=r"BlockPool.touch takes \('blocks', 'why'\)"):
+    with pytest.raises(RuntimeError, match=r"BlockPool\.touch takes \('blocks', 'why'\)"):
         ZipBlockPool.upgrade(fresh_pool(), layout_of(100), 1)
     monkeypatch.delattr(BlockPool, "touch")
-    with pytest.raises(RuntimeError, match="BlockPool.touch takes None"):
+    with pytest.raises(RuntimeError, match=r"BlockPool\.touch takes None"):
         ZipBlockPool.upgrade(fresh_pool(), layout_of(100), 1)
     assert set(block_pool.LEANED_ON) <= set(vars(ZipBlockPool))
 

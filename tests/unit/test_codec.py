@@ -300,5 +300,5 @@ def test_decode_refuses() -> None:
 
 @pytest.mark.parametrize(("layers", "heads", "head_dim"), [(0, 1, 64), (1, 0, 64), (1, 1, 96), (-1, 1, 64)])
 def test_page_shapes_that_do_not_exist(layers: int, heads: int, head_dim: int) -> None:
-    with pytest.raises(ValueError, match="head_dim|at least one layer"):
+    with pytest.raises(ValueError, match=r"head_dim|at least one layer"):
         fmt.PageShape(layers, heads, head_dim)
