@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -37,7 +38,7 @@ def mixed_lengths() -> list[int]:
 
 
 @triton.jit
-def read_kernel(x, out, n, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+def read_kernel(x, out, n, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK], tl.int32)
     for i in range(tl.program_id(0), n // (BLOCK * UNROLL), tl.num_programs(0)):
         for j in tl.static_range(UNROLL):
@@ -67,7 +68,7 @@ class Timer:
                 calls[name, "us_graph"] = graph.replay
             except Exception as error:  # a peer that cannot be captured keeps its launch time
                 print(f"{name}: no graph ({error})", file=sys.stderr)
-        events = {key: [] for key in calls}
+        events: dict[tuple[str, str], list[Any]] = {key: [] for key in calls}
         for _ in range(self.repeat):
             for key, call in calls.items():
                 self.flush.zero_()
@@ -103,7 +104,7 @@ def peers(lengths: list[int], q_heads: int, kv_heads: int, dim: int, query: int)
     out = torch.empty_like(q)
     found: dict[str, Callable[[], object]] = {}
 
-    def flash_attention_3():
+    def flash_attention_3() -> Callable[[], object]:
         from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
         plan = get_scheduler_metadata(
@@ -116,7 +117,7 @@ def peers(lengths: list[int], q_heads: int, kv_heads: int, dim: int, query: int)
             softmax_scale=dim**-0.5, causal=True, fa_version=3, scheduler_metadata=plan, out=out, num_splits=0,
         )  # fmt: skip
 
-    def vllm_triton():
+    def vllm_triton() -> Callable[[], object]:
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
         one = torch.ones(batch, kv_heads, device=DEVICE)
@@ -126,7 +127,7 @@ def peers(lengths: list[int], q_heads: int, kv_heads: int, dim: int, query: int)
             k_descale=one, v_descale=one,
         )  # fmt: skip
 
-    def flashinfer(tensor_cores: bool):
+    def flashinfer(tensor_cores: bool) -> Callable[[], object]:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
@@ -233,7 +234,8 @@ def main() -> None:
         cells = [cells[0], cells[3], cells[8]]
     rows = []
     for lengths, batch, length, q_heads, kv_heads, dim, query in cells:
-        functions, info = {}, {}
+        functions: dict[str, Callable[[], object]] = {}
+        info: dict[str, tuple[str, float | None, int, float | None]] = {}
         for eligible in (1.0, 0.92, 0.0):
             name = f"zipfusion_{eligible:g}"
             functions[name], num_bytes, error = ours(lengths, q_heads, kv_heads, dim, query, eligible)
@@ -248,10 +250,10 @@ def main() -> None:
         )
         line = []
         for name, result in times.items():
-            kernel, eligible, num_bytes, error = info[name]
+            kernel, eligible, num_bytes, worst = info[name]
             rows.append({"kernel": kernel, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": dim, "query_tokens": query,
                          "batch": batch, "length": length or "mixed", "eligible": eligible, **result,
-                         "read_tbps": round(num_bytes / result["us"] / 1e6, 3), "error": error,
+                         "read_tbps": round(num_bytes / result["us"] / 1e6, 3), "error": worst,
                          "ratio": round(best / result["us"], 3), "ratio_graph": round(best_graph / result.get("us_graph", float("nan")), 3)})  # fmt: skip
             line.append(f"{name[:12]} {result['us']:.1f}/{result.get('us_graph', 0):.1f}")
         print((q_heads, kv_heads, dim, query), batch, length or "mixed", "|", "  ".join(line), flush=True)

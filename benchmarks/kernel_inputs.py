@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from zipfusion_vllm import codec
-from zipfusion_vllm.format import PAGE_TOKENS, START_BYTES, UNIT_BYTES, PageShape
+from zipfusion_vllm.format import PAGE_TOKENS, START_BYTES, UNIT_BYTES, Kind, PageShape
 
 
 class Pages(NamedTuple):
@@ -51,7 +51,8 @@ def make_pages(
         )  # fmt: skip
     shape = PageShape(1, heads, head_dim)
     payloads, bases = [], []
-    for kind, values in (("k", k), ("v", v)):
+    kinds: tuple[tuple[Kind, torch.Tensor], ...] = (("k", k), ("v", v))
+    for kind, values in kinds:
         flat = values.transpose(1, 2).reshape(pool * heads, PAGE_TOKENS, head_dim)
         if raw:
             payloads.append(codec.raw_regions(flat, kind))

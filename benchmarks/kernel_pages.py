@@ -7,6 +7,8 @@ python3 -m benchmarks.kernel_pages [--json benchmarks/results/kernel_pages.h200.
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -33,13 +35,15 @@ def write_rows(timer: Timer) -> list[dict]:
             slots = (
                 torch.randperm(8192, device=DEVICE)[: tokens // 16, None] * 16 + torch.arange(16, device=DEVICE)
             ).flatten()
-        functions = {"zipfusion": lambda k=k, v=v, slots=slots: write_tokens(k, v, slots, pages.arena, pages.table)}
+        functions: dict[str, Callable[[], object]] = {
+            "zipfusion": partial(write_tokens, k, v, slots, pages.arena, pages.table)
+        }
         try:
             from vllm import _custom_ops as ops
 
             one = torch.ones((), device=DEVICE)
-            functions["reshape_and_cache_flash"] = lambda k=k, v=v, slots=slots, one=one: ops.reshape_and_cache_flash(
-                k, v, cache[0], cache[1], slots, "auto", one, one
+            functions["reshape_and_cache_flash"] = partial(
+                ops.reshape_and_cache_flash, k, v, cache[0], cache[1], slots, "auto", one, one
             )
             functions["reshape_and_cache_flash"]()
         except Exception as error:
