@@ -250,9 +250,9 @@ def main() -> None:
         )
         line = []
         for name, result in times.items():
-            kernel, eligible, num_bytes, worst = info[name]
+            kernel, share, num_bytes, worst = info[name]
             rows.append({"kernel": kernel, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": dim, "query_tokens": query,
-                         "batch": batch, "length": length or "mixed", "eligible": eligible, **result,
+                         "batch": batch, "length": length or "mixed", "eligible": share, **result,
                          "read_tbps": round(num_bytes / result["us"] / 1e6, 3), "error": worst,
                          "ratio": round(best / result["us"], 3), "ratio_graph": round(best_graph / result.get("us_graph", float("nan")), 3)})  # fmt: skip
             line.append(f"{name[:12]} {result['us']:.1f}/{result.get('us_graph', 0):.1f}")
