@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_events import BlockRemoved
+from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -52,7 +53,7 @@ def make_manager(
     events: bool = False,
 ) -> KVCacheManager:
     """A KV cache manager whose arena holds exactly ``raw_pages`` raw pages, and some chunks less than one more."""
-    init_none_hash(hash)
+    init_none_hash(sha256)
     num_blocks = min_blocks(SHAPE, REGIONS_PER_CHUNK, raw_pages)
     config = KVCacheConfig(
         num_blocks=num_blocks,
@@ -83,7 +84,7 @@ def zip_manager(manager: KVCacheManager) -> ZipFullAttentionManager:
 
 
 def make_request(name: str, tokens: list[int]) -> Request:
-    hasher = get_request_block_hasher(PAGE_TOKENS, lambda value: repr(value).encode())
+    hasher = get_request_block_hasher(PAGE_TOKENS, sha256)
     return Request(name, tokens, SamplingParams(max_tokens=500), None, block_hasher=hasher)
 
 
