@@ -77,6 +77,7 @@ WHISPER = {
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "is_encoder_decoder": True,
+    "max_target_positions": 448,
     "vocab_size": 512,
     "torch_dtype": "bfloat16",
     "bos_token_id": 1,
@@ -99,7 +100,11 @@ def make_config(
     from vllm.engine.arg_utils import EngineArgs
 
     (folder / "config.json").write_text(json.dumps(model))
-    defaults = {"skip_tokenizer_init": True, "max_model_len": 512, "enforce_eager": True}
+    defaults = {
+        "skip_tokenizer_init": True,
+        "max_model_len": min(512, model.get("max_target_positions", 512)),
+        "enforce_eager": True,
+    }
     arguments = {**defaults, **arguments}
     return EngineArgs(model=str(folder), attention_backend=backend, **arguments).create_engine_config()
 
@@ -128,10 +133,11 @@ BY_ARGUMENT: dict[str, tuple[dict[str, Any], str]] = {
     "pooling": (dict(runner="pooling", convert="embed"), "pooling models"),
 }
 BY_MODEL: dict[str, tuple[dict[str, Any], str]] = {
-    "head size": ({**LLAMA, "head_dim": 96}, "head sizes other than 64, 128, 256 (this model has 96)"),
+    "head size": ({**LLAMA, "head_dim": 80}, "head sizes other than 64, 128, 256 (this model has 80)"),
     "sliding window": (MISTRAL, "sliding-window and chunked-attention layers (a window of 1024 tokens)"),
     "interleaved windows": (GEMMA3, "sliding-window and chunked-attention layers"),
     "mla": (DEEPSEEK, "MLA (DeepseekV2ForCausalLM)"),
+    "encoder-decoder": (WHISPER, "encoder-decoder and cross-attention models (WhisperForConditionalGeneration)"),
     "mamba": (MAMBA, "hybrid and attention-free models (Mamba, linear attention) (MambaForCausalLM)"),
     "shared layers": ({**LLAMA, "num_kv_shared_layers": 1}, "KV-sharing layers (1 of this model's layers)"),
 }
@@ -186,13 +192,6 @@ def test_other_platforms(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     config.device_config.device_type = "cuda"
     with pytest.raises(UnsupportedError, match=r"NVIDIA GPU \(this vLLM runs on cuda\)"):
-        check_vllm_config(config)
-
-
-def test_encoder_decoder(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    config.model_config = SimpleNamespace(**{**vars_of_model(config.model_config), "is_encoder_decoder": True})
-    with pytest.raises(UnsupportedError, match="encoder-decoder and cross-attention models"):
         check_vllm_config(config)
 
 
