@@ -5,6 +5,10 @@ restores them). Runs on the CPU, through ``kernels/cpu_pages.py``; ``codec.py`` 
 be. Knows no scheduler: it is told which chunks a page owns.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numba
 import numpy as np
 import torch
@@ -45,7 +49,8 @@ class PageStore:
         self.generation = np.zeros(layout.num_pages, dtype=np.uint32)
         self.starts[...] = SCRATCH_CHUNK * layout.chunk_units
         self.bases[...] = RAW_BASE
-        self._load_kernels()
+        with worker_threads():
+            self._load_kernels()
 
     def place(self, pages: np.ndarray, generations: np.ndarray, chunks: np.ndarray) -> None:
         """Make ``pages`` (int32 [n]) raw pages in ``chunks`` (int32 [n, chunks per raw page]) and remember their generations."""
@@ -132,8 +137,6 @@ class PageStore:
 
     def _load_kernels(self) -> None:
         """Compile the kernels, or load them from numba's cache, now and not in the first request: 15 s on a new machine."""
-        # As many threads as vLLM gave this worker: it binds workers to cores, and more would only wait for each other.
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         shape = self.layout.shape
         nothing = torch.empty(0, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
         no_pages = np.empty(0, dtype=np.int64)
@@ -147,6 +150,23 @@ class PageStore:
     def _set_starts(self, pages: np.ndarray, starts: np.ndarray) -> None:
         """Table starts of ``pages`` from [n, regions]."""
         self.starts[self._region_layer[None], pages[:, None], self._region_head[None], self._region_kind[None]] = starts
+
+
+@contextmanager
+def worker_threads() -> Iterator[None]:
+    """Let numba start its threads on all cores that vLLM gave this worker, and as many as it gave.
+
+    vLLM pins each of its threads to a core, the calling one too, and threads started later inherit that one core: seen, at 2 cores, to halve
+    the speed of decode.
+    """
+    mine = os.sched_getaffinity(0)
+    cores = set().union(*(os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")))
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)
 
 
 def arena_of(kv_cache: torch.Tensor) -> torch.Tensor:
