@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.extract_vllm_contract import extract
+from scripts.extract_vllm_contract import extract, import_key, our_imports
 from tests.engine.contracts.items import CONTRACTS, Contract
 
 EXTRACTS = sorted((Path(__file__).parent / "contracts").glob("vllm-*.json"))
@@ -39,6 +39,11 @@ def breaches(found: dict[str, dict[str, Any] | None]) -> list[str]:
         what = broken(contract, found.get(f"{contract.file}::{contract.name}"))
         if what is not None:
             result.append(f"{contract.file}: {contract.name}, which {contract.user} leans on: {what}")
+    for key in (import_key(*item) for item in our_imports()):
+        if key not in found:
+            result.append(f"{key}: not in the extract; run scripts/extract_vllm_contract.py again")
+        elif found[key] is None:
+            result.append(f"{key}: there is no such name")
     return result
 
 
@@ -70,15 +75,20 @@ def test_every_tested_minor_version_has_its_source_checked() -> None:
 
 def test_a_changed_vllm_is_noticed(installed: dict[str, dict[str, Any] | None]) -> None:
     """The comparison is no formality: each kind of change is told, with the module that it hurts."""
-    changed = {key: dict(value) if value else None for key, value in installed.items()}
+    changed = {key: None if value is None else dict(value) for key, value in installed.items()}
     pool = "v1/core/block_pool.py::BlockPool."
     changed[pool + "touch"] = None
     changed[pool + "free_blocks"]["parameters"] = ["self", "blocks"]  # type: ignore[index]
     changed["v1/core/sched/output.py::SchedulerOutput"]["fields"] = []  # type: ignore[index]
     changed[pool + "evict_blocks"]["contains"] = {}  # type: ignore[index]
+    changed["import vllm.forward_context ForwardContext"] = None
+    del changed["import vllm.v1.request Request"]
     told = breaches(changed)
-    assert len(told) == 4
-    assert all("which memory/block_pool.py" in line or "which connector/scheduler.py" in line for line in told)
+    assert len(told) == 6
+    assert any("ForwardContext: there is no such name" in line for line in told)
+    assert any("Request: not in the extract; run scripts/extract_vllm_contract.py" in line for line in told)
+    hurt = [line for line in told if not line.startswith("import ")]
+    assert all("which memory/block_pool.py" in line or "which connector/scheduler.py" in line for line in hurt)
 
 
 def test_live_signatures_are_those_of_the_source(installed: dict[str, dict[str, Any] | None]) -> None:

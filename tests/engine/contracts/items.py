@@ -216,16 +216,17 @@ CONTRACTS: tuple[Contract, ...] = (
     Contract(_POOL, "BlockPool.reset_prefix_cache", "memory/block_pool.py", parameters=("self",), contains=("self.num_gpu_blocks - self.get_num_free_blocks()",)),
     Contract(_POOL, "BlockPool.get_usage", "memory/block_pool.py", parameters=("self",)),
     Contract(_POOL, "BlockPool.unpin_blocks", "memory/block_pool.py", parameters=("self", "blocks", "on_reuse")),
-    Contract(_POOL, "BlockPool.__init__", "memory/block_pool.py", contains=("self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)", "self.null_block = self.free_block_queue.popleft()")),
+    Contract(_POOL, "BlockPool.__init__", "memory/block_pool.py", contains=("self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)", "self.null_block = self.free_block_queue.popleft()", "self.hash_block_size = hash_block_size")),
     Contract("v1/core/kv_cache_utils.py", "KVCacheBlock", "memory/block_pool.py", fields=("block_id", "ref_cnt", "is_null")),
+    Contract("v1/core/kv_cache_utils.py", "FreeKVCacheBlockQueue.__init__", "memory/block_pool.py", contains=("self.num_free_blocks = len(blocks)",)),
     Contract("v1/core/kv_cache_utils.py", "KVCacheBlock.block_hash", "memory/block_pool.py", kind="property"),
     Contract(
         "v1/core/kv_cache_coordinator.py",
         "KVCacheCoordinator.__init__",
         "memory/manager.py",
-        contains=("self.block_pool = BlockPool(", "block_pool=self.block_pool"),
+        contains=("self.block_pool = BlockPool(", "block_pool=self.block_pool", "self.single_type_managers = tuple("),
     ),
-    Contract(_MANAGER, "SingleTypeKVCacheManager.__init__", "memory/manager.py", accepts=("self", "kv_cache_spec", "block_pool", "enable_caching")),
+    Contract(_MANAGER, "SingleTypeKVCacheManager.__init__", "memory/manager.py", accepts=("self", "kv_cache_spec", "block_pool", "enable_caching"), contains=("self.req_to_blocks: ",)),
     Contract(_MANAGER, "FullAttentionManager", "memory/manager.py"),
     Contract(
         _MANAGER,
@@ -281,6 +282,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "connector/scheduler.py",
         fields=("num_scheduled_tokens", "finished_req_ids", "preempted_req_ids", "kv_connector_metadata"),
     ),
+    Contract("v1/request.py", "Request.__init__", "connector/scheduler.py", contains=("self.num_computed_tokens = 0",)),
     Contract("v1/request.py", "Request.num_tokens", "connector/scheduler.py", kind="property"),
     Contract(
         "distributed/kv_transfer/kv_connector/utils.py",
@@ -304,5 +306,7 @@ CONTRACTS: tuple[Contract, ...] = (
     Contract(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished", "connector/connector.py", contains=("self.connector.update_connector_output(kv_connector_output)",)),
     Contract(_SCHEDULER, "Scheduler._connector_finished", "connector/connector.py", contains=("self.connector.request_finished_all_groups(",)),
     Contract(_SCHEDULER, "Scheduler.make_stats", "patches/scheduler_stats.py", accepts=("self", "kv_connector_stats"), contains=("self.connector_prefix_cache_stats = PrefixCacheStats()",)),
+    Contract("v1/metrics/stats.py", "BaseCacheStats", "patches/scheduler_stats.py", fields=("reset", "queries")),
+    Contract("v1/metrics/utils.py", "create_metric_per_engine", "metrics.py", parameters=("metric", "per_engine_labelvalues")),
     Contract(_SCHEDULER, "Scheduler._preempt_request", "tests", accepts=("self", "request")),
 )  # fmt: skip
