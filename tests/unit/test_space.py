@@ -237,9 +237,10 @@ class SpaceMachine(RuleBasedStateMachine):
     def count(self) -> int:
         return self.space.num_free_pages(len(self.free_ids()) + len(self.evictable()))
 
+    @precondition(lambda self: self.count() > 0)
     @rule(data=st.data())
     def allocate(self, data: st.DataObject) -> None:
-        wanted = data.draw(st.integers(0, self.count()))
+        wanted = data.draw(st.integers(1, self.count()))
         evictable = data.draw(st.permutations(self.evictable()))
         while len(self.free_ids()) < wanted or self.space.num_free_chunks < wanted * self.num_raw:
             self.give_back(evictable.pop())
@@ -256,11 +257,15 @@ class SpaceMachine(RuleBasedStateMachine):
             with pytest.raises(SpaceError):
                 self.space.allocate(ids(*pages))
 
-    @rule(data=st.data())
-    def fill(self, data: st.DataObject) -> None:
-        pages = data.draw(st.lists(st.integers(1, len(self.lives) - 1), unique=True))
+    @precondition(lambda self: any(not page.commanded for page in self.held.values()))
+    @rule(data=st.data(), others=st.booleans())
+    def fill(self, data: st.DataObject, others: bool) -> None:
+        raw = [page for page, held in self.held.items() if not held.commanded]
+        pages = data.draw(st.lists(st.sampled_from(raw), min_size=1, unique=True))
+        if others:  # pages that are free or commanded already: they are skipped
+            pages += [page for page in range(1, len(self.lives)) if page not in raw]
         taken, generations = self.space.begin_compaction(ids(*pages))
-        expected = [page for page in pages if page in self.held and not self.held[page].commanded]
+        expected = [page for page in pages if page in raw]
         assert taken.tolist() == expected
         for page, generation in zip(expected, generations.tolist(), strict=True):
             assert generation == self.held[page].generation
@@ -268,26 +273,41 @@ class SpaceMachine(RuleBasedStateMachine):
             self.sent += [Sent(rank, page, generation) for rank in range(self.space.num_ranks)]
 
     @precondition(lambda self: self.sent)
-    @rule(data=st.data(), keep=st.booleans())
-    def answer(self, data: st.DataObject, keep: bool) -> None:
+    @rule(data=st.data(), again=st.booleans())
+    def answer(self, data: st.DataObject, again: bool) -> None:
+        """One rank answers some of its commands, in any order, a page even twice; ``again``: and will answer them once more."""
         rank = data.draw(st.sampled_from(sorted({sent.rank for sent in self.sent})))
         mine = [sent for sent in self.sent if sent.rank == rank]
-        batch = data.draw(st.lists(st.sampled_from(mine), min_size=1, max_size=5))
+        self.deliver(rank, data.draw(st.lists(st.sampled_from(mine), min_size=1, max_size=6)), again, data)
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), again=st.booleans())
+    def answer_all(self, data: st.DataObject, again: bool) -> None:
+        """Every rank, in any order, answers all that it was told."""
+        for rank in data.draw(st.permutations(range(self.space.num_ranks))):
+            mine = [sent for sent in self.sent if sent.rank == rank]
+            if mine:
+                self.deliver(rank, data.draw(st.permutations(mine)), again, data)
+
+    def deliver(self, rank: int, batch: list[Sent], again: bool, data: st.DataObject) -> None:
         counts = [data.draw(st.integers(1, self.num_raw)) for _ in batch]
-        if not keep:  # else the same answers may come again
+        if not again:
             self.sent = [sent for sent in self.sent if sent not in batch]
-        before, shrunk = self.count(), 0
+        before, applied, shrunk = self.count(), 0, 0
         for sent, count in zip(batch, counts, strict=True):
             page = self.held.get(sent.page)
             if page is None or page.generation != sent.generation or page.is_compact or rank in page.answers:
                 continue
+            applied += 1
             page.answers[rank] = count
             if len(page.answers) == self.space.num_ranks:
                 page.is_compact = True
                 page.chunks = page.chunks[: max(page.answers.values())]
                 shrunk += 1
+        dropped = self.space.num_stale + self.space.num_doubled
         generations = np.array([sent.generation for sent in batch], dtype=np.uint32)
         assert self.space.answer(rank, ids(*(sent.page for sent in batch)), generations, ids(*counts)) == shrunk
+        assert self.space.num_stale + self.space.num_doubled - dropped == len(batch) - applied
         assert self.count() >= before
 
     @rule(
@@ -339,6 +359,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.give_back(data.draw(st.sampled_from(self.evictable())))
         assert self.count() == before  # it counted as free already
 
+    @precondition(lambda self: self.evictable())
     @rule()
     def reset(self) -> None:
         for page in self.evictable():
@@ -388,4 +409,4 @@ class SpaceMachine(RuleBasedStateMachine):
 
 
 TestSpaceMachine = SpaceMachine.TestCase
-TestSpaceMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSpaceMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -154,13 +154,16 @@ class BlockSpaceManager:
         if not len(pages) == len(generations) == len(num_chunks):
             self._reject(len(pages), f"rank {rank} answered {len(pages)} pages with {len(num_chunks)} counts")
             return 0
-        pages, generations, num_chunks = self._possible(rank, pages, generations, num_chunks)
+        possible = self._are_possible(rank, pages, num_chunks)
+        pages, generations, num_chunks = pages[possible], generations[possible], num_chunks[possible]
         fresh = (self._state[pages] == PageState.COMPACTING) & (self.generation[pages] == generations)
-        doubled = fresh & self._answered[rank, pages]
-        self.num_doubled += int(doubled.sum())
         self.num_stale += len(pages) - int(fresh.sum())
-        fresh &= ~doubled
         pages, num_chunks = pages[fresh], num_chunks[fresh]
+        first = ~self._answered[rank, pages]
+        if len(set(pages.tolist())) < len(pages):
+            first &= np.isin(np.arange(len(pages)), np.unique(pages, return_index=True)[1])
+        self.num_doubled += len(pages) - int(first.sum())
+        pages, num_chunks = pages[first], num_chunks[first]
         self._answered[rank, pages] = True
         self._needed[pages] = np.maximum(self._needed[pages], num_chunks)
         complete = pages[self._answered[:, pages].all(axis=0)]
@@ -204,21 +207,25 @@ class BlockSpaceManager:
 
     def check(self) -> None:
         """Hold the books against each other. Raises SpaceError naming the page or chunk and what broke."""
-        held = np.arange(self.chunks_per_raw_page) < self._num_chunks[:, None]
-        owner = np.nonzero(held)[0]
+        held = self._columns < self._num_chunks[:, None]
         chunks = np.concatenate((self._stack[: self._top], self._own[held]))
-        owners = np.concatenate((np.full(self._top, -1), owner))
         wrong = (chunks < FIRST_CHUNK) | (chunks >= FIRST_CHUNK + self.num_usable_chunks)
         if wrong.any():
-            raise SpaceError(
-                f"{_holder(owners[wrong][0])} holds chunk {chunks[wrong][0]}, which is not one to hand out"
-            )
+            place = int(wrong.argmax())
+            raise SpaceError(f"{self._holder(place)} holds chunk {chunks[place]}, which is not one to hand out")
         times = np.bincount(chunks, minlength=FIRST_CHUNK + self.num_usable_chunks)[FIRST_CHUNK:]
         if (times != 1).any():
             chunk = int(times.argmax() if times.max() > 1 else times.argmin()) + FIRST_CHUNK
-            holders = " and ".join(_holder(page) for page in owners[chunks == chunk]) or "nobody"
+            holders = " and ".join(map(self._holder, np.flatnonzero(chunks == chunk))) or "nobody"
             raise SpaceError(f"chunk {chunk} is held by {holders}: every chunk has one holder")
         self._check_states()
+
+    def _holder(self, place: int) -> str:
+        """Who holds the chunk at ``place`` of the stack followed by the chunk lists of all pages."""
+        if place < self._top:
+            return "the free stack"
+        page = np.searchsorted(self._num_chunks.cumsum(), place - self._top, side="right")
+        return f"page {page}"
 
     def _check_states(self) -> None:
         raw = np.isin(self._state, (PageState.RAW, PageState.COMPACTING))
@@ -239,24 +246,19 @@ class BlockSpaceManager:
             if counted != true:
                 raise SpaceError(f"{counted} {what} are counted and there are {true}")
 
-    def _possible(
-        self, rank: int, pages: np.ndarray, generations: np.ndarray, num_chunks: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The answers that a worker can mean: a page that exists, named once, with a count between one chunk and a raw page's."""
-        known = (pages >= 0) & (pages < self.num_pages)
-        possible = known & (num_chunks >= 1) & (num_chunks <= self.chunks_per_raw_page)
+    def _are_possible(self, rank: int, pages: np.ndarray, num_chunks: np.ndarray) -> np.ndarray:
+        """bool [n]: answers that a worker can mean, for a page that exists and with a count between one chunk and a raw page's."""
+        possible = (
+            (pages >= 0) & (pages < self.num_pages) & (num_chunks >= 1) & (num_chunks <= self.chunks_per_raw_page)
+        )
         if not possible.all():
             first = int(np.flatnonzero(~possible)[0])
             self._reject(
                 len(pages) - int(possible.sum()),
-                f"rank {rank} answered {num_chunks[first]} chunks for page {pages[first]}: a page takes 1 to {self.chunks_per_raw_page}",
+                f"rank {rank} answered {num_chunks[first]} chunks for page {pages[first]}: there are {self.num_pages} pages, "
+                f"and one takes 1 to {self.chunks_per_raw_page}",
             )
-            pages, generations, num_chunks = pages[possible], generations[possible], num_chunks[possible]
-        if len(set(pages.tolist())) < len(pages):
-            _, first_of_page = np.unique(pages, return_index=True)
-            self.num_doubled += len(pages) - len(first_of_page)
-            pages, generations, num_chunks = pages[first_of_page], generations[first_of_page], num_chunks[first_of_page]
-        return pages, generations, num_chunks
+        return possible
 
     def _shrink(self, pages: np.ndarray) -> None:
         needed = self._needed[pages]
@@ -289,7 +291,3 @@ class BlockSpaceManager:
     def _require_all(self, good: np.ndarray, otherwise: str) -> None:
         if not good.all():
             raise SpaceError(f"page {np.flatnonzero(~good)[0]}: {otherwise}")
-
-
-def _holder(page: int) -> str:
-    return "the free stack" if page < 0 else f"page {page}"
