@@ -156,8 +156,8 @@ class PageStore:
 def worker_threads() -> Iterator[None]:
     """Let numba start its threads on all cores that vLLM gave this worker, and as many as it gave.
 
-    vLLM pins each of its threads to a core, the calling one too, and threads started later inherit that one core: seen, at 2 cores, to halve
-    the speed of decode.
+    vLLM pins each of its threads to a core, the calling one too, and threads started later would inherit that one core. What this gives in decode
+    has not been measured yet.
     """
     mine = os.sched_getaffinity(0)
     cores = set().union(*(os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")))
